@@ -1,0 +1,47 @@
+"""Spurious forgetting: collapse, recovery and erosion of old facts while new ones are learned.
+
+Part I, the associative memory: memory (facts and model), training, trajectory and measure (what is logged),
+arms (the ingredients one by one), equations, interventions, laws, acceptance and findings (claimed against
+found). shift splits any change into its common and individual parts, from plain tensors.
+"""
+
+from psd_utils.spurious.arms import ARMS, ArmResult, run_arms
+from psd_utils.spurious.memory import MemorySettings, World, make_world
+from psd_utils.spurious.shift import (
+    Split,
+    common_only,
+    individual_only,
+    remove_direction,
+    remove_random_part,
+    remove_top_directions,
+    shared_part,
+    split_change,
+    subtract_offset,
+    top_directions,
+)
+from psd_utils.spurious.training import Protocol, fine_tune, match_rate, pretrain
+from psd_utils.spurious.trajectory import Trajectory
+
+__all__ = [
+    "ARMS",
+    "ArmResult",
+    "MemorySettings",
+    "Protocol",
+    "Split",
+    "Trajectory",
+    "World",
+    "common_only",
+    "fine_tune",
+    "individual_only",
+    "make_world",
+    "match_rate",
+    "pretrain",
+    "remove_direction",
+    "remove_random_part",
+    "remove_top_directions",
+    "run_arms",
+    "shared_part",
+    "split_change",
+    "subtract_offset",
+    "top_directions",
+]
