@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from psd_utils.spurious import equations, memory, training
+from psd_utils.spurious import descent, equations, memory, training
 from psd_utils.spurious.arms import ARMS, run_arms
 from psd_utils.spurious.memory import MemorySettings, Weights, make_world
 from psd_utils.spurious.training import Replay, fine_tune, match_rate, pretrain
@@ -61,7 +61,7 @@ def test_descent_is_sgd_on_autograd_gradients(normalisation, readout_rate):
     start = memory.initial_weights(settings, [1])
     rate = 0.3
     W, U = start.W.clone(), start.U.clone()
-    batches = list(training.Batches([1], "fine_tuning", settings.n_new, 8).steps(20))
+    batches = list(descent.Batches([1], "fine_tuning", settings.n_new, 8).steps(20))
     for items in batches:
         W.requires_grad_(), U.requires_grad_()
         z = memory.logits(world.new.keys[:, items[0]], Weights(W, U), normalisation)
@@ -69,7 +69,7 @@ def test_descent_is_sgd_on_autograd_gradients(normalisation, readout_rate):
         grads = torch.autograd.grad(loss, [W, U])
         W, U = W.detach() - rate * grads[0], U.detach() - rate * readout_rate * grads[1]
     now = start.clone()
-    for _ in training.descend(now, world.new, batches, rate, settings, readout_rate):
+    for _ in descent.descend(now, world.new, batches, rate, settings, readout_rate):
         pass
     torch.testing.assert_close(now.W, W, rtol=0, atol=1e-12)
     torch.testing.assert_close(now.U, U, rtol=0, atol=1e-12)
@@ -80,16 +80,16 @@ def test_descent_is_sgd_on_autograd_gradients(normalisation, readout_rate):
 def test_projection_is_what_the_formula_says():
     world = make_world(SMALL, [0, 5])
     start = memory.initial_weights(SMALL, world.seeds)
-    batches = list(training.Batches(world.seeds, "fine_tuning", SMALL.n_new, 8).steps(15))
+    batches = list(descent.Batches(world.seeds, "fine_tuning", SMALL.n_new, 8).steps(15))
     literal = start.clone()
     mu = world.shared_key.unsqueeze(-1)
     for items in batches:
-        for _ in training.descend(literal, world.new, [items], 0.3, SMALL):
+        for _ in descent.descend(literal, world.new, [items], 0.3, SMALL):
             pass
         change = literal.W - start.W
         literal.W.copy_(start.W + change - mu @ (mu.transpose(1, 2) @ change))
     now = start.clone()
-    for _ in training.descend(now, world.new, batches, 0.3, SMALL, project=world.shared_key):
+    for _ in descent.descend(now, world.new, batches, 0.3, SMALL, project=world.shared_key):
         pass
     torch.testing.assert_close(now.W, literal.W, rtol=0, atol=1e-12)
 
@@ -106,8 +106,8 @@ def test_a_seed_does_not_depend_on_the_others():
 
 
 def test_longer_runs_begin_like_shorter_ones():
-    short = list(training.Batches([4], "fine_tuning", 50, 8).steps(300))
-    long = list(training.Batches([4], "fine_tuning", 50, 8).steps(700))
+    short = list(descent.Batches([4], "fine_tuning", 50, 8).steps(300))
+    long = list(descent.Batches([4], "fine_tuning", 50, 8).steps(700))
     assert len(short) == 300
     assert all(torch.equal(a, b) for a, b in zip(short, long, strict=False))
 

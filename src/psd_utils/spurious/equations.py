@@ -19,9 +19,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from psd_utils.spurious.descent import Batches, descend
 from psd_utils.spurious.measure import confidence_margin, reference, shared_row, split_margins
 from psd_utils.spurious.memory import Facts, Normalisation, Weights, World, normalise, raw_states
-from psd_utils.spurious.training import Batches, descend
 from psd_utils.spurious.trajectory import checkpoint_steps
 
 

@@ -66,7 +66,8 @@ def _model_findings(model: ArmResult) -> dict[str, np.ndarray]:
 
     length, margin = run["state_length"].numpy(), run["individual_margin"].numpy()
     peaks = steps[length.argmax(0)]
-    crossings = np.array([steps[np.flatnonzero(margin[:, i] >= 0)[0]] for i in seeds])
+    right = margin >= 0
+    crossings = np.where(right.any(0), steps[right.argmax(0)], np.nan)
     found = {
         "pretraining.gate_step": model.pretrained.gate_step.numpy().astype(float),
         "pretraining.rate": model.pretrained.rate.numpy(),
@@ -211,12 +212,10 @@ def law_findings(table: pd.DataFrame, base: ArmResult | None = None) -> Findings
             curve = means[axis].loc[values, column]
             found[f"{axis}.smallest_step"] = _one((sign * np.diff(curve)).min())
             found |= {f"{axis}.{column}_{v:g}": _one(curve[v]) for v in values}
-    if has("alpha", [0.3, 0.7]):
+    if has("alpha", [0.3, 0.4, 0.5, 0.6, 0.7]):
         recovered = means["alpha"].loc[[0.3, 0.4, 0.5, 0.6, 0.7], "max_after"]
-        found["alpha.max_after_low"], found["alpha.max_after_high"] = (
-            _one(recovered.min()),
-            _one(recovered.max()),
-        )
+        found["alpha.max_after_low"] = _one(recovered.min())
+        found["alpha.max_after_high"] = _one(recovered.max())
     if has("alpha", [0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]) and has("n_new", [16, 32, 50, 64, 128, 256]):
         for name, fit in depth(table).items():
             found[f"depth.{name}"], found[f"depth.{name}_r2"] = _one(fit.slope), _one(fit.r2)

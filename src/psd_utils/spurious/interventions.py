@@ -23,7 +23,6 @@ from psd_utils.spurious.shift import (
     top_directions,
 )
 from psd_utils.spurious.training import Replay, brief_training, fine_tune
-from psd_utils.spurious.trajectory import Trajectory
 
 SURGERIES = ("trained", "row", "top_1", "top_4", "random_1", "random_4")
 """What `surgery` removes from ΔW: nothing, the shared row, the top 1 or 4 singular directions, a random
@@ -254,51 +253,6 @@ def leading_directions(arm: ArmResult) -> pd.DataFrame:
             )
         )
     return pd.concat(parts, ignore_index=True)
-
-
-def geometry(world: World, run: Trajectory, steps: Sequence[int]) -> pd.DataFrame:
-    """Where the raw states of A, B and the new facts lie (descriptive), at kept steps.
-
-    Returns:
-        step, population, shared_share (share of ‖h‖² along c = μᵀW), cosine_within (mean cosine between two
-        facts of the population), cosine_with_A (with facts of A), own_alignment (cosine of the part of h
-        outside the population's mean with the fact's own readout column), tilt (⟨mean h, w⟩, units of h).
-        Means over facts and seeds.
-    """
-    ref_w = reference(world, run.weights_at(0)).w
-    rows = []
-    for step in steps:
-        now = run.weights_at(step)
-        shared = torch.bmm(world.shared_key.unsqueeze(1), now.W)
-        shared = shared / torch.linalg.vector_norm(shared, dim=-1, keepdim=True)
-        states = {name: torch.bmm(f.keys, now.W) for name, f in _populations(world).items()}
-        units = {n: h / torch.linalg.vector_norm(h, dim=-1, keepdim=True) for n, h in states.items()}
-        columns = now.U / torch.linalg.vector_norm(now.U, dim=1, keepdim=True)
-        for name, facts in _populations(world).items():
-            h, unit = states[name], units[name]
-            n = h.shape[1]
-            gram = torch.bmm(unit, unit.transpose(1, 2))
-            mean = h.mean(1, keepdim=True)
-            own = torch.nn.functional.normalize(h - mean, dim=-1)
-            column = columns.transpose(1, 2).gather(
-                1, facts.answers.unsqueeze(-1).expand(-1, -1, h.shape[-1])
-            )
-            rows.append(
-                {
-                    "step": step,
-                    "population": name,
-                    "shared_share": (unit * shared).sum(-1).square().mean().item(),
-                    "cosine_within": ((gram.sum((1, 2)) - n) / (n * (n - 1))).mean().item() if n > 1 else 1.0,
-                    "cosine_with_A": torch.bmm(unit, units["A"].transpose(1, 2)).mean().item(),
-                    "own_alignment": (own * column).sum(-1).mean().item(),
-                    "tilt": (mean.squeeze(1) * ref_w).sum(-1).mean().item(),
-                }
-            )
-    return pd.DataFrame(rows)
-
-
-def _populations(world: World) -> dict[str, Facts]:
-    return {"A": world.A, "B": world.B, "new": world.new}
 
 
 def _facts_at(facts: Facts, index: Tensor) -> Facts:

@@ -2,24 +2,20 @@
 
 In: a world and weights. Out: weights, matched learning rates, and a trajectory of measured quantities.
 
-The gradients are written out, since the model is two matrices; the tests compare them with autograd. One
-thread is used inside the loops (small batched products lose time on more) and the caller's thread count is
-put back after.
-
 Source: Palit et al. (2026), toy model, pretraining and injection. While rates are searched, a seed that
 diverges carries NaN in its own row and leaves the others alone.
 """
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from psd_utils.spurious.descent import Batches, descend
 from psd_utils.spurious.memory import (
     Facts,
     MemorySettings,
@@ -173,19 +169,21 @@ def gate_step(
     world: World, weights: Weights, rate: Tensor, n_steps: int, protocol: Protocol = PAPER
 ) -> Tensor:
     """First step at which the new facts reach the gate, [S]: inf if beyond n_steps, NaN if diverged."""
+    return _race(world, weights, rate, n_steps, protocol)[0]
+
+
+def _race(
+    world: World, weights: Weights, rate: Tensor, n_steps: int, protocol: Protocol
+) -> tuple[Tensor, Tensor]:
+    """The gate steps, and the new-fact accuracy when the race ended, each [S]."""
     settings = world.settings
+    now = weights.clone()
     gates = torch.full((world.n_seeds,), math.inf, dtype=torch.float64)
     batches = Batches(world.seeds, "fine_tuning", settings.n_new, settings.batch_size)
     run = descend(
-        weights.clone(),
-        world.new,
-        batches.steps(n_steps),
-        rate,
-        settings,
-        settings.readout_rate,
-        _projected(world),
+        now, world.new, batches.steps(n_steps), rate, settings, settings.readout_rate, _projected(world)
     )
-    for step, now in run:
+    for step, _ in run:
         if step % protocol.gate_check_every:
             continue
         reached = fact_accuracy(world.new, now, settings.normalisation) >= protocol.gate
@@ -193,7 +191,7 @@ def gate_step(
         gates[~now.W.flatten(1).isfinite().all(1) & gates.isinf()] = math.nan
         if not bool(gates.isinf().any()):
             break
-    return gates
+    return gates, fact_accuracy(world.new, now, settings.normalisation)
 
 
 def match_rate(world: World, start: Pretrained, protocol: Protocol = PAPER) -> MatchedRate:
@@ -201,7 +199,8 @@ def match_rate(world: World, start: Pretrained, protocol: Protocol = PAPER) -> M
 
     Bisection on log₂ of the rate (paper: gate matching). A rate is judged as soon as the gate is reached or
     the upper end of the tolerance is passed. Where no rate falls within the tolerance, the nearest tried is
-    returned with matched False, and a warning is logged.
+    returned with matched False, and a warning is logged; nearest is by gate step, or by the accuracy reached
+    where the gate never was.
     """
     n = world.n_seeds
     low = torch.full((n,), -protocol.log2_range, dtype=torch.float64)
@@ -214,9 +213,10 @@ def match_rate(world: World, start: Pretrained, protocol: Protocol = PAPER) -> M
     for _ in range(protocol.n_bisections):
         middle = (low[todo] + high[todo]) / 2
         tried = default_rate(start, protocol)[todo] * 2**middle
-        found = gate_step(world.select(todo), start.weights.select(todo), tried, last, protocol)
+        found, accuracy = _race(world.select(todo), start.weights.select(todo), tried, last, protocol)
         distance = (found - protocol.gate_step).abs()
-        closer = (distance < best[todo]) | best[todo].isinf()
+        distance[found.isinf()] = 1e6 * (2 - accuracy[found.isinf()])
+        closer = distance < best[todo]
         where = todo[closer]
         rate[where], gates[where], best[where] = tried[closer], found[closer], distance[closer]
         too_fast = (found < protocol.gate_step) | found.isnan()
@@ -335,96 +335,5 @@ def brief_training(
     return now
 
 
-class Batches:
-    """Item numbers for every step and seed, drawn with replacement from each seed's own stream."""
-
-    BLOCK = 256
-
-    def __init__(
-        self, seeds: Sequence[int], stream: str, n_items: int, batch_size: int, first: int = 0
-    ) -> None:
-        self.generators = [generator(s, stream) for s in seeds]
-        self.n_items, self.batch_size, self.first = n_items, batch_size, first
-
-    def steps(self, n_steps: int) -> Iterator[Tensor]:
-        """Yield [S, batch] once per step. Blocks have one fixed size, so longer runs begin like shorter
-        ones.
-        """
-        shape = (self.BLOCK, self.batch_size)
-        for start in range(0, n_steps, self.BLOCK):
-            block = torch.stack(
-                [torch.randint(self.n_items, shape, generator=g) for g in self.generators], dim=1
-            )
-            yield from (block + self.first)[: n_steps - start]
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Use one torch thread inside, and the former number again afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _projected(world: World) -> Tensor | None:
     return world.shared_key if world.settings.project_shared else None
-
-
-def descend(
-    weights: Weights,
-    pool: Facts,
-    batches: Iterable[Tensor],
-    rate: Tensor | float,
-    settings: MemorySettings,
-    readout_rate: float = 1.0,
-    project: Tensor | None = None,
-) -> Iterator[tuple[int, Weights]]:
-    """SGD on the mean cross-entropy of minibatches, in place; yields (step, weights) after every step.
-
-    Args:
-        weights: changed in place, and yielded every time.
-        pool: the facts that batches number.
-        batches: item numbers [S, b] for each step.
-        rate: learning rate of W, [S] or one number.
-        settings: for φ.
-        readout_rate: factor on the rate of U.
-        project: μ [S, d] to keep W's shared row as it was: W ← W₀ + (I − μμᵀ)(W − W₀), done on every update.
-    """
-    d, n_values = weights.U.shape[-2:]
-    n_seeds, n_items = pool.answers.shape
-    keys = pool.keys.reshape(-1, d)
-    onehot = torch.nn.functional.one_hot(pool.answers.reshape(-1), n_values).to(keys)
-    written = keys
-    if project is not None:
-        inside = torch.bmm(pool.keys, project.unsqueeze(-1))
-        written = (pool.keys - inside * project.unsqueeze(1)).reshape(-1, d)
-    rates = torch.as_tensor(rate, dtype=keys.dtype).expand(n_seeds).reshape(-1, 1, 1)
-    first = (torch.arange(n_seeds) * n_items).unsqueeze(-1)
-    root, W, U = math.sqrt(d), weights.W, weights.U
-    with one_thread():
-        for step, items in enumerate(batches, start=1):
-            index, shape = (items + first).reshape(-1), (n_seeds, items.shape[1], -1)
-            k = keys.index_select(0, index).view(shape)
-            h = torch.bmm(k, W)
-            if settings.normalisation == "rms":
-                scale = root / torch.linalg.vector_norm(h, dim=-1, keepdim=True)
-                x = h * scale
-            else:
-                x = h.clamp_min(0) if settings.normalisation == "relu" else h
-            error = torch.softmax(torch.bmm(x, U), -1).sub_(onehot.index_select(0, index).view(shape))
-            error.mul_(rates / items.shape[1])
-            force = torch.bmm(error, U.transpose(1, 2))
-            if readout_rate:
-                U.baddbmm_(x.transpose(1, 2), error, alpha=-readout_rate)
-            if settings.normalisation == "rms":
-                inward = (force * x).sum(-1, keepdim=True).div_(d)
-                force = force.sub_(x * inward).mul_(scale)
-            elif settings.normalisation == "relu":
-                force = force * (h > 0)
-            if project is not None:
-                k = written.index_select(0, index).view(shape)
-            W.baddbmm_(k.transpose(1, 2), force, alpha=-1)
-            yield step, weights
