@@ -59,9 +59,7 @@ def test_check_1_common_shift_is_the_mean_key_times_the_change(arms):
             direct = torch.bmm(arm.world.A.keys, change).mean(1)
             by_key = torch.bmm(arm.world.A.keys.mean(1, keepdim=True), change)[:, 0]
             assert torch.linalg.vector_norm(direct - by_key) / torch.linalg.vector_norm(direct) < 1e-13
-            torch.testing.assert_close(
-                arm.trajectory.at("common_h", step), torch.linalg.vector_norm(direct, dim=-1)
-            )
+            torch.testing.assert_close(arm.trajectory.at("common_h", step), torch.linalg.vector_norm(direct, dim=-1))
             shared = torch.einsum("sd,sde->se", arm.world.shared_key, change) * 0.5**0.5
             cosine = torch.nn.functional.cosine_similarity(shared, direct)
             assert bool((cosine > 0.98).all())
@@ -76,9 +74,7 @@ def test_check_2_shared_row_gradient_identity(arms, step):
         z = torch.bmm(normalise(torch.bmm(facts.keys, W), kind), weights.U)
         torch.nn.functional.cross_entropy(z[0], facts.answers[0]).backward()
         true = torch.einsum("sd,sde->se", arm.world.shared_key, W.grad)
-        states = equations.state_gradient(
-            raw_states(facts.keys, weights), facts.answers, weights.U, kind
-        ).total
+        states = equations.state_gradient(raw_states(facts.keys, weights), facts.answers, weights.U, kind).total
         found = equations.shared_row_gradient(facts, states, arm.world.shared_key)
         error = torch.linalg.vector_norm(found - true) / torch.linalg.vector_norm(true)
         assert error < 1e-12, name

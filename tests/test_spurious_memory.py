@@ -21,23 +21,17 @@ def test_keys_and_answers_have_the_stated_geometry():
         n = gram.shape[1]
         off_diagonal = (gram.sum((1, 2)) - gram.diagonal(dim1=1, dim2=2).sum(1)) / (n * (n - 1))
         # α plus the chance overlap of 2√(α(1−α)) μ·e, of order 1/√(d n)
-        torch.testing.assert_close(
-            off_diagonal, torch.full((3,), 0.5, dtype=torch.float64), atol=0.03, rtol=0
-        )
+        torch.testing.assert_close(off_diagonal, torch.full((3,), 0.5, dtype=torch.float64), atol=0.03, rtol=0)
     assert int(world.A.answers.max()) < 16 <= int(world.B.answers.min())
     assert int(world.new.answers.min()) >= 16
     control = make_world(MemorySettings(new_answers="all"), [0])
     assert int(control.new.answers.min()) < 16 <= int(control.new.answers.max())
-    torch.testing.assert_close(
-        torch.linalg.vector_norm(world.shared_key, dim=-1), torch.ones(3, dtype=torch.float64)
-    )
+    torch.testing.assert_close(torch.linalg.vector_norm(world.shared_key, dim=-1), torch.ones(3, dtype=torch.float64))
 
 
 def test_no_shared_key_means_random_keys():
     world = make_world(MemorySettings(alpha=0.0), [0])
-    torch.testing.assert_close(
-        torch.linalg.vector_norm(world.A.keys, dim=-1), torch.ones(1, 128, dtype=torch.float64)
-    )
+    torch.testing.assert_close(torch.linalg.vector_norm(world.A.keys, dim=-1), torch.ones(1, 128, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("normalisation", ["rms", "none", "relu"])

@@ -135,9 +135,7 @@ def judge(rows: Sequence[Row], findings: Findings) -> pd.DataFrame:
                 "expected": row.expected,
                 "tolerance": "; ".join(f"{c.quantity} {c.tolerance}" for c in bounded),
                 "found": "; ".join(
-                    f"{c.quantity} {describe(findings[c.quantity])}"
-                    for c in row.checks
-                    if c.quantity in findings
+                    f"{c.quantity} {describe(findings[c.quantity])}" for c in row.checks if c.quantity in findings
                 ),
                 "verdict": verdict,
                 "source": row.source,

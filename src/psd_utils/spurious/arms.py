@@ -126,9 +126,7 @@ def run_arms(
         lender = ARMS[name].rate_of
         if lender is not None and lender not in rates:
             lender_world = make_world(arm_settings(lender, base), seeds)
-            rates[lender] = match_rate(
-                lender_world, _pretrained(lender_world, pretrained, protocol), protocol
-            )
+            rates[lender] = match_rate(lender_world, _pretrained(lender_world, pretrained, protocol), protocol)
         rates[name] = match_rate(world, start, protocol) if lender is None else rates[lender]
         run = fine_tune(
             world,

@@ -24,9 +24,7 @@ class Batches:
 
     BLOCK = 256
 
-    def __init__(
-        self, seeds: Sequence[int], stream: str, n_items: int, batch_size: int, first: int = 0
-    ) -> None:
+    def __init__(self, seeds: Sequence[int], stream: str, n_items: int, batch_size: int, first: int = 0) -> None:
         self.generators = [generator(s, stream) for s in seeds]
         self.n_items, self.batch_size, self.first = n_items, batch_size, first
 
@@ -36,9 +34,7 @@ class Batches:
         """
         shape = (self.BLOCK, self.batch_size)
         for start in range(0, n_steps, self.BLOCK):
-            block = torch.stack(
-                [torch.randint(self.n_items, shape, generator=g) for g in self.generators], dim=1
-            )
+            block = torch.stack([torch.randint(self.n_items, shape, generator=g) for g in self.generators], dim=1)
             yield from (block + self.first)[: n_steps - start]
 
 

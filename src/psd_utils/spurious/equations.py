@@ -45,9 +45,7 @@ class StateGradient:
         return self.plain + self.normaliser
 
 
-def state_gradient(
-    h: Tensor, answers: Tensor, readout: Tensor, normalisation: Normalisation
-) -> StateGradient:
+def state_gradient(h: Tensor, answers: Tensor, readout: Tensor, normalisation: Normalisation) -> StateGradient:
     """The gradient of each fact's loss with respect to its raw state.
 
     Args:
@@ -93,9 +91,7 @@ def shared_row_gradient(facts: Facts, gradient: Tensor, shared_key: Tensor) -> T
     return (overlap * gradient).mean(1)
 
 
-def reduced_rate(
-    h: Tensor, answers: Tensor, readout: Tensor, mean: Tensor, normalisation: Normalisation
-) -> Tensor:
+def reduced_rate(h: Tensor, answers: Tensor, readout: Tensor, mean: Tensor, normalisation: Normalisation) -> Tensor:
     """Right-hand side of the reduced equation without η α, [S]: how fast the mean state's length s grows.
 
     ds/dt = η α mean_b{ (√d/‖h_b‖) [ sin²θ_b G_b − sin θ_b cos θ_b M_b ] } with RMS, η α mean_b G_b without.
@@ -144,9 +140,7 @@ class ReducedRun:
         return (getattr(self, which) - self.measured).abs().max(0).values / span
 
 
-def reduced_run(
-    world: World, weights: Weights, rate: Tensor, n_steps: int = 1000, start: int = 10
-) -> ReducedRun:
+def reduced_run(world: World, weights: Weights, rate: Tensor, n_steps: int = 1000, start: int = 10) -> ReducedRun:
     """Integrate the reduced equation along a real run, from step `start`, after the mean has met the write.
 
     Args:
@@ -179,9 +173,7 @@ def reduced_run(
             keys = world.new.keys.gather(1, index.unsqueeze(-1).expand(-1, -1, settings.dimension))
             answers = world.new.answers.gather(1, index)
             h = raw_states(keys, now)
-            slopes.append(
-                rate * settings.alpha * reduced_rate(h, answers, now.U, mean, settings.normalisation)
-            )
+            slopes.append(rate * settings.alpha * reduced_rate(h, answers, now.U, mean, settings.normalisation))
             force = state_gradient(h, answers, now.U, settings.normalisation).total
             overlap = torch.bmm(keys, mean_key.unsqueeze(-1))
             move = -rate.unsqueeze(-1) * (overlap * force).mean(1)

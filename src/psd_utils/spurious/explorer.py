@@ -31,9 +31,7 @@ class Exploration:
     trajectory: Trajectory
 
     def numbers(self) -> pd.DataFrame:
-        """Mean over seeds: trough and its step, new-fact accuracy there, later maximum, end, peak and end
-        of ⟨s,w⟩.
-        """
+        """Mean over seeds of the columns of Trajectory.summary that tell the acts, one row."""
         columns = [
             "rate",
             "trough",
@@ -52,11 +50,12 @@ class Exploration:
         s, run = self.settings, self.trajectory
         region = "Y (B′)" if s.new_answers == "Y" else "X and Y (C)"
         norm = "normaliser on" if s.normalisation == "rms" else "normaliser off"
-        draw_acts(left, run, f"Accuracy: α = {s.alpha:g}, {s.n_new} new facts in {region}, {norm}")
+        what = f"α = {s.alpha:g}, {s.n_new} new facts in {region}, {norm}"
+        draw_acts(left, run, f"Accuracy, mean ± sd over {len(run.seeds)} seeds\n{what}")
         # lengths of the readout states differ a hundredfold with and without the normaliser: show raw states
         band(right, run, "shift_content", PALETTE[3], "--", "shift from X to Y, ⟨s,w⟩")
         band(right, run, "individual_h", PALETTE[4], "-.", "individual displacement of A")
-        right.set_title("Shared shift and individual displacement", loc="left")
+        right.set_title("Shared shift and individual displacement,\nmean ± sd", loc="left")
         right.set_ylabel("length (units of the hidden state)")
         right.axhline(0, color="0.5", linewidth=0.8)
         right.legend(fontsize=8)
@@ -111,9 +110,7 @@ class Explorer:
         self.alpha = widgets.SelectionSlider(
             options=GRID["alpha"], value=0.5, description="shared fraction α", **common
         )
-        self.n_new = widgets.SelectionSlider(
-            options=GRID["n_new"], value=128, description="new facts", **common
-        )
+        self.n_new = widgets.SelectionSlider(options=GRID["n_new"], value=128, description="new facts", **common)
         self.normalisation = widgets.ToggleButtons(
             options=[("on", "rms"), ("off", "none")], description="normaliser", style=style
         )

@@ -47,9 +47,7 @@ def arm_findings(results: dict[str, ArmResult]) -> Findings:
         found["linear.state_fall"] = fall
     if {"model", "frozen_readout"} <= set(results):
         for column in ("trough", "max_after"):
-            found[f"frozen_minus_model.{column}"] = (
-                found[f"frozen_readout.{column}"] - found[f"model.{column}"]
-            )
+            found[f"frozen_minus_model.{column}"] = found[f"frozen_readout.{column}"] - found[f"model.{column}"]
     ends = [r.summary()["erosion_ratio"].to_numpy(float) for r in results.values()]
     found["erosion.ratio"] = np.concatenate(ends)
     return found
@@ -110,9 +108,7 @@ def equation_findings(model: ArmResult, reduced: dict[str, ReducedRun]) -> Findi
     h = raw_states(model.world.new.keys, model.pretrained.weights).requires_grad_()
     answers, U = model.world.new.answers, model.pretrained.weights.U
     x = h * h.shape[-1] ** 0.5 / torch.linalg.vector_norm(h, dim=-1, keepdim=True)
-    loss = torch.nn.functional.cross_entropy(
-        torch.bmm(x, U).flatten(0, 1), answers.flatten(), reduction="sum"
-    )
+    loss = torch.nn.functional.cross_entropy(torch.bmm(x, U).flatten(0, 1), answers.flatten(), reduction="sum")
     (true,) = torch.autograd.grad(loss, h)
     split = state_gradient(h.detach(), answers, U, "rms").total
     error = torch.linalg.vector_norm(split - true, dim=(1, 2)) / torch.linalg.vector_norm(true, dim=(1, 2))
@@ -149,9 +145,7 @@ def intervention_findings(
             found[f"offset.{moment}.{name}"] = part["accuracy"].to_numpy()
     for (k, steps), part in replays.groupby(["n_facts", "n_steps"]):
         found[f"replay.{k}.{steps}"] = part["accuracy"].to_numpy()
-    at = surgeries[surgeries["moment"] == "trough"].pivot(
-        index="seed", columns="removed", values="accuracy_A"
-    )
+    at = surgeries[surgeries["moment"] == "trough"].pivot(index="seed", columns="removed", values="accuracy_A")
     found["surgery.random_4_change"] = (at["random_4"] - at["trained"]).to_numpy()
     for level, part in equal.groupby("level"):
         wide = part.pivot(index="seed", columns="removed", values="accuracy_A")
@@ -232,9 +226,7 @@ def erosion_findings(table: pd.DataFrame, run: Trajectory) -> Findings:
     """Numbers of row 25, from erosion_in_time; nothing if the run is shorter than 30,000 steps."""
     if run.steps[-1] < 30_000:
         return {}
-    return {
-        f"erosion_time.{column}": table[column].to_numpy() for column in ("c", "k", "r2", "A_since", "A_end")
-    }
+    return {f"erosion_time.{column}": table[column].to_numpy() for column in ("c", "k", "r2", "A_since", "A_end")}
 
 
 def _one(value: float) -> np.ndarray:

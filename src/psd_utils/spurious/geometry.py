@@ -39,9 +39,7 @@ def geometry(world: World, run: Trajectory, steps: Sequence[int]) -> pd.DataFram
             gram = torch.bmm(unit, unit.transpose(1, 2))
             mean = h.mean(1, keepdim=True)
             own = torch.nn.functional.normalize(h - mean, dim=-1)
-            column = columns.transpose(1, 2).gather(
-                1, facts.answers.unsqueeze(-1).expand(-1, -1, h.shape[-1])
-            )
+            column = columns.transpose(1, 2).gather(1, facts.answers.unsqueeze(-1).expand(-1, -1, h.shape[-1]))
             rows.append(
                 {
                     "step": step,

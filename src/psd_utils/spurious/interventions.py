@@ -94,9 +94,7 @@ def brief_replay(
         for steps in n_steps:
             after = brief_training(replayed, now, rate, steps, settings, world.seeds)
             score = fact_accuracy(others, after, settings.normalisation)
-            parts.append(
-                pd.DataFrame({"seed": world.seeds, "n_facts": k, "n_steps": steps, "accuracy": score.numpy()})
-            )
+            parts.append(pd.DataFrame({"seed": world.seeds, "n_facts": k, "n_steps": steps, "accuracy": score.numpy()}))
     return pd.concat(parts, ignore_index=True)
 
 
@@ -122,9 +120,7 @@ def replay_in_training(
         for k in n_facts:
             if k == 0:
                 continue
-            run = fine_tune(
-                arm.world, arm.pretrained.weights, arm.matched.rate, n_steps, replay=Replay(k, extra)
-            )
+            run = fine_tune(arm.world, arm.pretrained.weights, arm.matched.rate, n_steps, replay=Replay(k, extra))
             parts.append(run.summary(name="accuracy_A_others").assign(per_step=extra, n_facts=k))
     table = pd.concat(parts, ignore_index=True)
     return table[["per_step", "n_facts", *[c for c in table.columns if c not in ("per_step", "n_facts")]]]
@@ -160,9 +156,7 @@ def edited(world: World, start: Weights, now: Weights, what: str) -> Weights:
     return Weights(start.W + change, now.U)
 
 
-def surgery(
-    world: World, start: Weights, moments: dict[str, Weights], what: Sequence[str] = SURGERIES
-) -> pd.DataFrame:
+def surgery(world: World, start: Weights, moments: dict[str, Weights], what: Sequence[str] = SURGERIES) -> pd.DataFrame:
     """Accuracies after each surgery at each moment: seed, moment, removed, accuracy_A, accuracy_B,
     accuracy_new.
     """
@@ -206,9 +200,7 @@ def equal_accuracy(
         seed, removed, level, step, accuracy_A, accuracy_new; NaN where the level is never reached.
     """
     rows = []
-    for (seed, removed), part in curves[curves["removed"].isin(what)].groupby(
-        ["seed", "removed"], sort=False
-    ):
+    for (seed, removed), part in curves[curves["removed"].isin(what)].groupby(["seed", "removed"], sort=False):
         part = part.sort_values("step")
         for level in levels:
             reached = part[part["accuracy_new"] >= level]

@@ -138,9 +138,7 @@ def erosion_in_time(run: Trajectory, since: int = 1000) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def long_run(
-    seeds: Sequence[int] = (0, 1, 2), n_steps: int = 30_000, base: MemorySettings = BASE
-) -> Trajectory:
+def long_run(seeds: Sequence[int] = (0, 1, 2), n_steps: int = 30_000, base: MemorySettings = BASE) -> Trajectory:
     """The model arm over a long time, for the law of erosion."""
     world = make_world(base, seeds)
     start = pretrain(world)
@@ -165,9 +163,7 @@ def depth(table: pd.DataFrame) -> dict[str, Fit]:
     alpha_axis = cell_means(table[(table["axis"] == "alpha") & (table["value"] > 0)])
     size_axis = cell_means(table[table["axis"] == "n_new"])
     base = BASE
-    both_x = np.concatenate(
-        [np.sqrt(alpha_axis["value"]) * base.n_new, math.sqrt(base.alpha) * size_axis["value"]]
-    )
+    both_x = np.concatenate([np.sqrt(alpha_axis["value"]) * base.n_new, math.sqrt(base.alpha) * size_axis["value"]])
     both_y = np.concatenate([alpha_axis["peak_content"], size_axis["peak_content"]])
     return {
         "n_new": power_law(size_axis["value"], size_axis["peak_content"]),

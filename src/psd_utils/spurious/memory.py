@@ -72,9 +72,7 @@ class MemorySettings:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a whole number of at least 1.")
         if self.n_values < 4 or self.n_values % 2:
-            raise ValueError(
-                f"n_values is {self.n_values}; expected an even number of at least 4 (two regions)."
-            )
+            raise ValueError(f"n_values is {self.n_values}; expected an even number of at least 4 (two regions).")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha is {self.alpha}; expected the expected cosine of two keys, 0 … 1.")
         if self.readout_rate < 0:

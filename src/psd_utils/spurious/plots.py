@@ -201,7 +201,7 @@ def force_terms(table: pd.DataFrame) -> Figure:
     right.plot(part["step"], part["margin"], color=PALETTE[0], linewidth=1.8)
     right.set_ylim(-3, None)
     right.set_ylabel("mean margin of the new facts (logits)")
-    right.set_title("Mean margin of the new facts: the turn is where it crosses 0", loc="left")
+    right.set_title("Mean margin of the new facts: below 0 mostly wrong", loc="left")
     for axes in (left, right):
         axes.axhline(0, color="0.5", linewidth=0.8)
         step_axis(axes, int(part["step"].max()))
@@ -222,9 +222,7 @@ def geometry(table: pd.DataFrame, moments: Sequence[str]) -> Figure:
         for i, (name, (color, _)) in enumerate(POPULATIONS.items()):
             part = table[table["population"] == name].set_index("step").loc[steps]
             x = np.arange(len(steps)) + (i - 1) * 0.26
-            axes.bar(
-                x, part[column], width=0.24, color=color, label=name, hatch=("", "//", "..")[i], alpha=0.9
-            )
+            axes.bar(x, part[column], width=0.24, color=color, label=name, hatch=("", "//", "..")[i], alpha=0.9)
         axes.set_xticks(range(len(steps)), [f"{m}\nstep {s:,}" for m, s in zip(moments, steps, strict=True)])
         axes.axhline(0, color="0.4", linewidth=0.8)
         axes.set_ylabel(label)

@@ -80,9 +80,7 @@ def no_rewind(curves: pd.DataFrame, leading: pd.DataFrame) -> Figure:
         part = means[means["removed"] == removed].sort_values("step")
         if len(part):
             label = REMOVED[removed].replace("\n", " ") + " removed"
-            left.plot(
-                part["accuracy_new"], part["accuracy_A"], color=color, linestyle=style, label=label, lw=2
-            )
+            left.plot(part["accuracy_new"], part["accuracy_A"], color=color, linestyle=style, label=label, lw=2)
     left.axvline(0.9, color="0.6", linewidth=0.8)
     left.set(xlim=(0, 1.02), ylim=(0, 1.05))
     left.set_xlabel("accuracy on the new facts (share correct)")
@@ -112,9 +110,7 @@ def training_replay(table: pd.DataFrame) -> Figure:
         for i, extra in enumerate(sorted(set(table["per_step"]) - {0})):
             part = table[table["per_step"] == extra].groupby("n_facts")[column].mean()
             label = f"{extra} samples a step"
-            axes.plot(
-                part.index, part, marker="os"[i % 2], color=PALETTE[i], linestyle="-:"[i % 2], label=label
-            )
+            axes.plot(part.index, part, marker="os"[i % 2], color=PALETTE[i], linestyle="-:"[i % 2], label=label)
         axes.axhline(none, color="0.5", linestyle="--", linewidth=1, label="no replay")
         axes.set_xscale("log", base=2)
         ticks = sorted(set(table["n_facts"]) - {0})
@@ -191,7 +187,7 @@ def laws(table: pd.DataFrame, long: Trajectory | None) -> Figure:
         middle.scatter(runs["peak_content"], withdrawn, s=14, color=PALETTE[0], label="runs")
         peak = np.linspace(runs["peak_content"].min(), runs["peak_content"].max(), 100)
         middle.plot(peak, 1 - law.K / peak, color="black", label=f"1 − {law.K:.2f}/peak, R² {law.r2:.2f}")
-        middle.set_ylim(-1, 1.05)
+        middle.set_ylim(max(-1.0, float(withdrawn.min()) - 0.1), 1.05)
         middle.legend(fontsize=8, loc="lower right")
     middle.set_xlabel("peak of ⟨s,w⟩ (units of h)")
     middle.set_ylabel("withdrawn share of the peak")

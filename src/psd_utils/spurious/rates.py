@@ -44,9 +44,7 @@ def match_grid(seeds: Sequence[int] = SEEDS, progress: bool = False) -> pd.DataF
             known[settings.before_fine_tuning] = pretrain(world)
         found = match_rate(world, known[settings.before_fine_tuning])
         columns = {"rate": found.rate, "gate_step": found.gate_step, "matched": found.matched}
-        parts.append(
-            pd.DataFrame({**cell, "seed": list(seeds), **{k: v.numpy() for k, v in columns.items()}})
-        )
+        parts.append(pd.DataFrame({**cell, "seed": list(seeds), **{k: v.numpy() for k, v in columns.items()}}))
     return pd.concat(parts, ignore_index=True)
 
 

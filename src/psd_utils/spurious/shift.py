@@ -316,8 +316,7 @@ def _groups(groups: Tensor | None, n_items: int, device: torch.device) -> Tensor
     labels = torch.as_tensor(groups, device=device)
     if labels.shape != (n_items,) or labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(
-            f"groups must be {n_items} integers, one per item; found {labels.dtype} of shape "
-            f"{tuple(labels.shape)}."
+            f"groups must be {n_items} integers, one per item; found {labels.dtype} of shape {tuple(labels.shape)}."
         )
     labels = labels.long()
     found = torch.unique(labels)

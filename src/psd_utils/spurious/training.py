@@ -165,24 +165,18 @@ def default_rate(start: Pretrained, protocol: Protocol = PAPER) -> Tensor:
     return start.rate / protocol.rate_ratio
 
 
-def gate_step(
-    world: World, weights: Weights, rate: Tensor, n_steps: int, protocol: Protocol = PAPER
-) -> Tensor:
+def gate_step(world: World, weights: Weights, rate: Tensor, n_steps: int, protocol: Protocol = PAPER) -> Tensor:
     """First step at which the new facts reach the gate, [S]: inf if beyond n_steps, NaN if diverged."""
     return _race(world, weights, rate, n_steps, protocol)[0]
 
 
-def _race(
-    world: World, weights: Weights, rate: Tensor, n_steps: int, protocol: Protocol
-) -> tuple[Tensor, Tensor]:
+def _race(world: World, weights: Weights, rate: Tensor, n_steps: int, protocol: Protocol) -> tuple[Tensor, Tensor]:
     """The gate steps, and the new-fact accuracy when the race ended, each [S]."""
     settings = world.settings
     now = weights.clone()
     gates = torch.full((world.n_seeds,), math.inf, dtype=torch.float64)
     batches = Batches(world.seeds, "fine_tuning", settings.n_new, settings.batch_size)
-    run = descend(
-        now, world.new, batches.steps(n_steps), rate, settings, settings.readout_rate, _projected(world)
-    )
+    run = descend(now, world.new, batches.steps(n_steps), rate, settings, settings.readout_rate, _projected(world))
     for step, _ in run:
         if step % protocol.gate_check_every:
             continue
@@ -314,9 +308,7 @@ def replayed_facts(world: World, n_facts: int) -> Tensor:
     ones.
     """
     n = world.settings.n_old
-    return torch.stack(
-        [torch.randperm(n, generator=generator(s, "replayed_facts"))[:n_facts] for s in world.seeds]
-    )
+    return torch.stack([torch.randperm(n, generator=generator(s, "replayed_facts"))[:n_facts] for s in world.seeds])
 
 
 def brief_training(

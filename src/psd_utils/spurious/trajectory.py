@@ -63,8 +63,7 @@ class Trajectory:
         missing = sorted(set(each) - set(self.kept))
         if missing:
             raise KeyError(
-                f"No weights kept at steps {missing[:5]}; "
-                "run fine_tune with keep_weights=True, or with these steps."
+                f"No weights kept at steps {missing[:5]}; run fine_tune with keep_weights=True, or with these steps."
             )
         rows = [self.kept[step] for step in each]
         return Weights(
@@ -78,9 +77,7 @@ class Trajectory:
         columns = {name: q.reshape(-1).numpy() for name, q in self.quantities.items()}
         return pd.DataFrame({"step": np.repeat(self.steps, s), "seed": np.tile(self.seeds, t), **columns})
 
-    def summary(
-        self, window: float | Sequence[float] = EVENT_WINDOW, name: str = "accuracy_A"
-    ) -> pd.DataFrame:
+    def summary(self, window: float | Sequence[float] = EVENT_WINDOW, name: str = "accuracy_A") -> pd.DataFrame:
         """One row per seed: trough and its step, the highest value after it, the end, and the shared write.
 
         Args:
@@ -129,9 +126,7 @@ class Trajectory:
         return pd.DataFrame(rows)
 
 
-def checkpoint_steps(
-    n_steps: int, dense_until: int = 200, every: int = 5, n_log: int = 60
-) -> tuple[int, ...]:
+def checkpoint_steps(n_steps: int, dense_until: int = 200, every: int = 5, n_log: int = 60) -> tuple[int, ...]:
     """Step 0, every 5 steps to 200, then 60 log-spaced steps to the end; the last step is always among
     them.
     """
