@@ -1,0 +1,54 @@
+# make install | demo | test | lab | bench | results.
+#
+# TORCH_BUILD chooses torch's build: empty for your package index's default (on Linux a CUDA build), "cpu" for a build
+# without CUDA, or a CUDA version such as "cu130".
+TORCH_BUILD ?=
+PYTHON ?= python3.11
+
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := $(shell grep '^torch==' requirements.lock)
+TORCH_INDEX := $(if $(TORCH_BUILD),--index-url https://download.pytorch.org/whl/$(TORCH_BUILD))
+RESULTS := data/results
+DEMO := $(RESULTS)/demo
+
+# idle threads that sleep instead of spinning: several times faster where cores are shared
+export OMP_WAIT_POLICY ?= passive
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: install demo test lint lab bench results slow-test clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH) $(TORCH_INDEX)
+	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[dev]'
+	touch $@
+
+demo: install
+	@mkdir -p $(DEMO)
+	$(BIN)/papermill notebooks/01_score.ipynb $(DEMO)/01_score.ipynb -r pair tiny_instruct -p n_tokens 100000
+	$(BIN)/papermill notebooks/02_fit.ipynb $(DEMO)/02_fit.ipynb -r pair tiny_instruct -p n_tokens 100000 -r out_dir $(DEMO)
+	$(BIN)/papermill notebooks/04_figures.ipynb $(DEMO)/04_figures.ipynb -r out_dir $(DEMO)
+	@$(BIN)/python scripts/show_results.py $(DEMO)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+slow-test: install
+	$(BIN)/python -m pytest -m slow
+
+lab: install
+	$(BIN)/jupyter lab --notebook-dir=.
+
+bench: install
+	$(BIN)/python benchmarks/foundation.py
+
+clean:
+	rm -rf $(VENV) data/captures $(RESULTS)

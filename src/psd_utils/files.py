@@ -1,0 +1,80 @@
+"""Writing that never leaves half a file: everything goes to a temporary name and is renamed when complete."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from safetensors.torch import save_file
+
+from .errors import PsdError
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Call `write` on a temporary path beside `path`, flush it to disk and rename it to `path`.
+
+    Raises:
+        PsdError: the disk is full or the folder is not writable; an earlier `path` is untouched.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The process id keeps two writers of the same file apart; the last rename wins with a whole file.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        with open(temporary, "rb+") as handle:
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    except Exception as error:
+        temporary.unlink(missing_ok=True)
+        # safetensors reports a full disk as its own exception, so the text is looked at too
+        if isinstance(error, OSError) or "os error" in str(error).lower():
+            raise PsdError(f"could not write {path}: {error}; what was there before is unchanged") from error
+        raise
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write `value` as sorted, indented JSON."""
+    text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    write_atomically(path, lambda p: p.write_text(text, encoding="utf-8"))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`.
+
+    Raises:
+        PsdError: the file is not valid JSON.
+    """
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise PsdError(f"{path} is damaged: {error}; delete it to have it made again") from error
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any] | None = None) -> None:
+    """Write tensors as safetensors; `note` becomes one JSON entry of the header.
+
+    One entry only: safetensors keeps several in the order of a hash map, and equal content must give equal bytes.
+    """
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    header = None if note is None else {"note": json.dumps(note, sort_keys=True, ensure_ascii=False)}
+    write_atomically(path, lambda p: save_file(plain, str(p), metadata=header))
+
+
+def write_table(path: Path, table: pd.DataFrame) -> None:
+    """Write a table as parquet."""
+    write_atomically(path, lambda p: table.to_parquet(p, index=False))
+
+
+def sha256_of_file(path: Path) -> str:
+    """Return the sha256 of a file's bytes, in hex."""
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def sha256_of_json(value: object) -> str:
+    """Return the sha256 of a JSON value with sorted keys, in hex."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

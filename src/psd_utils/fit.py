@@ -1,0 +1,259 @@
+"""Head statistics -> the best correction of a kind, with a record of how the solver ended."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import brentq, minimize
+
+from .correction import FITTED_BIAS_KINDS, KINDS, Correction
+from .errors import PsdError, nearest
+from .kernels import HeadStatistics, fit_objective
+from .kernels.chunked import FixedBetaObjective
+
+BETA_BOUNDS = (0.05, 20.0)
+BIAS_BOUND = 20.0
+PENALTIES = (0.0, 1e-5, 1e-4, 1e-3)
+"""The λ from which `select` chooses (DESIGN §2)."""
+
+# Half the squared gradient, in variables of curvature near 1, estimates how far the loss is from its optimum (nats).
+_LARGEST_GAP = 1e-7
+
+
+@dataclass(frozen=True)
+class Convergence:
+    """How a fit ended.
+
+    `status`: "converged"; "at_bound" (the optimum within the bounds lies on one); "node_edge" (β reached the edge of
+    the statistics' nodes: make statistics around it); "not_converged"; "closed_form" (nothing was iterated).
+    `gradient_norm` is the largest absolute component of the gradient of the objective in (β, b) over the directions
+    that no bound blocks, nats per unit; `iterations` counts evaluations of the objective; `loss` is the mean loss on
+    the fitted text, without the penalty.
+    """
+
+    status: str
+    iterations: int
+    gradient_norm: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fitted correction, its kind and penalty λ, and its convergence record."""
+
+    correction: Correction
+    convergence: Convergence
+    kind: str
+    penalty: float
+
+
+def fit_correction(
+    statistics: HeadStatistics,
+    kind: str = "bias_temperature",
+    penalty: float = 0.0,
+    start: Correction | None = None,
+) -> Fit:
+    """Return the correction of `kind` that minimises mean loss + (λ/2)·‖b‖² on the statistics' text.
+
+    The problem is jointly convex in (β, b); bounds 0.05 ≤ β ≤ 20, |b| ≤ 20, and β within the nodes. `start` gives
+    the point to start from (default: `prior_ratio`). Where the set is the whole vocabulary, b has mean zero.
+
+    Raises:
+        PsdError: an unknown kind, a negative penalty, or a bias kind on statistics with an empty set.
+    """
+    if kind not in KINDS:
+        raise PsdError(f"no correction of kind {kind!r}: {nearest(kind, list(KINDS))}")
+    if not (math.isfinite(penalty) and penalty >= 0):
+        raise PsdError(f"the penalty must be finite and not negative, found {penalty}")
+    if kind not in ("none", "temperature") and statistics.ids.numel() == 0:
+        raise PsdError(f"a correction of kind {kind!r} needs a set of ids, and these statistics have none")
+    if len(statistics) == 0:
+        raise PsdError("there are no tokens to fit on")
+    if kind == "none":
+        loss = fit_objective(statistics, 1.0, torch.zeros(statistics.ids.shape)).loss
+        return Fit(Correction.identity(), Convergence("closed_form", 0, 0.0, loss), kind, 0.0)
+    if kind == "temperature":
+        return _fit_temperature(statistics)
+    if kind == "prior_ratio":
+        return _fit_prior_ratio(statistics)
+    return _fit_bias(statistics, kind, penalty, start)
+
+
+def _fit_temperature(statistics: HeadStatistics) -> Fit:
+    """The derivative in β is monotone, so a bracketing root finder cannot miss its root."""
+    zero = torch.zeros(statistics.ids.shape, dtype=torch.float64)
+    evaluations = 0
+
+    def slope(beta: float) -> float:
+        nonlocal evaluations
+        evaluations += 1
+        return fit_objective(statistics, beta, zero).gradient_beta
+
+    low, high = _beta_interval(statistics)
+    if slope(low) >= 0:
+        beta = low
+    elif slope(high) <= 0:
+        beta = high
+    else:
+        precise = statistics.set_logits.dtype == torch.float64
+        beta = float(brentq(slope, low, high, xtol=1e-13 if precise else 1e-8, rtol=1e-14 if precise else 1e-8))
+    end = fit_objective(statistics, beta, zero)
+    blocked = beta in (low, high)
+    status = _edge_status(statistics, beta) or "converged"
+    correction = Correction(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float64), 1.0 / beta)
+    gradient = 0.0 if blocked else abs(end.gradient_beta)
+    return Fit(correction, Convergence(status, evaluations, gradient, end.loss), "temperature", 0.0)
+
+
+def _fit_prior_ratio(statistics: HeadStatistics) -> Fit:
+    """The first step of iterative scaling: b_k = log(count_k / Σ p(k)), β = 1 (DESIGN §2)."""
+    bias = prior_ratio(statistics)
+    loss, _ = FixedBetaObjective(statistics, 1.0)(bias)
+    status = "at_bound" if bool((bias.abs() >= BIAS_BOUND).any()) else "closed_form"
+    return Fit(Correction(statistics.ids, bias), Convergence(status, 0, 0.0, loss), "prior_ratio", 0.0)
+
+
+def prior_ratio(statistics: HeadStatistics) -> torch.Tensor:
+    """Return log(count_k / Σ_n p(k)), float64 [K], within ±20."""
+    zero = torch.zeros(statistics.ids.shape, dtype=torch.float64)
+    frequencies = statistics.target_counts().double().cpu() / len(statistics)
+    probabilities = fit_objective(statistics, 1.0, zero).gradient_bias.cpu() + frequencies
+    return (frequencies.log() - probabilities.log()).nan_to_num(nan=0.0).clamp(-BIAS_BOUND, BIAS_BOUND)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """A fit in the solver's variables: x = (β·s, b·√f) or b·√f alone, in which the curvatures are near 1."""
+
+    objective: Callable[..., tuple[float, Any]]
+    scale: np.ndarray
+    bounds: list[tuple[float, float]]
+
+    def solve(self, start: np.ndarray, precise: bool) -> tuple[np.ndarray, int]:
+        """Return (x, evaluations of the objective)."""
+        # float32 statistics carry the objective to about 1e-9; asking for more sends the line search into noise
+        stop = {"ftol": 0.0, "gtol": 1e-11} if precise else {"ftol": 1e-9, "gtol": 1e-6}
+        options: Any = {"maxcor": 20, "maxiter": 2000, "maxfun": 4000, **stop}
+        result: Any = minimize(
+            self.objective,
+            np.clip(start, *np.array(self.bounds).T),
+            jac=True,
+            method="L-BFGS-B",
+            bounds=self.bounds,
+            options=options,
+        )
+        return result.x, int(result.nfev)
+
+
+def _fit_bias(statistics: HeadStatistics, kind: str, penalty: float, start: Correction | None) -> Fit:
+    with_beta = kind == "bias_temperature"
+    frequencies = statistics.target_counts().double().cpu().numpy() / len(statistics)
+    # an id that never occurs has no curvature of its own; half a count keeps the scaling finite
+    root = np.sqrt(np.maximum(frequencies, 0.5 / len(statistics)) + penalty)
+    problem = _joint_problem(statistics, penalty, root) if with_beta else _bias_problem(statistics, penalty, root)
+    bias = prior_ratio(statistics) if start is None else _bias_on(statistics, start)
+    low, high = _beta_interval(statistics)
+    beta = min(max(1.0 if start is None else start.beta, low), high)
+    x = np.concatenate(([beta], bias.numpy())) if with_beta else bias.numpy()
+    precise = statistics.set_logits.dtype == torch.float64
+    x, evaluations = problem.solve(x * problem.scale, precise)
+    x = x / problem.scale
+    beta, bias = (float(x[0]), torch.from_numpy(x[1:].copy())) if with_beta else (1.0, torch.from_numpy(x.copy()))
+    if statistics.rest_is_empty and bias.abs().max() < BIAS_BOUND:
+        bias = bias - bias.mean()  # a common bias changes no probability
+    return _finish(statistics, kind, penalty, beta, bias, root, evaluations)
+
+
+def _finish(
+    statistics: HeadStatistics,
+    kind: str,
+    penalty: float,
+    beta: float,
+    bias: torch.Tensor,
+    root: np.ndarray,
+    evaluations: int,
+) -> Fit:
+    end = fit_objective(statistics, beta, bias)
+    gradient = end.gradient_bias.cpu() + penalty * bias
+    blocked = ((bias >= BIAS_BOUND) & (gradient < 0)) | ((bias <= -BIAS_BOUND) & (gradient > 0))
+    gradient = gradient.masked_fill(blocked, 0.0)
+    edge, slope = None, 0.0
+    if kind == "bias_temperature":
+        edge = _edge_status(statistics, beta)
+        slope = end.gradient_beta if edge is None else 0.0
+    gap = (float((gradient / torch.from_numpy(root)).square().sum()) + slope**2) / 2
+    if edge:
+        status = edge
+    elif gap > _LARGEST_GAP:
+        status = "not_converged"
+    else:
+        status = "at_bound" if bool((bias.abs() >= BIAS_BOUND).any()) else "converged"
+    largest = max(float(gradient.abs().max()), abs(slope))
+    dtype = torch.float64 if statistics.set_logits.dtype == torch.float64 else torch.float32
+    correction = Correction(statistics.ids.cpu(), bias.to(dtype), 1.0 / beta)
+    return Fit(correction, Convergence(status, evaluations, largest, end.loss), kind, penalty)
+
+
+def _bias_problem(statistics: HeadStatistics, penalty: float, root: np.ndarray) -> _Problem:
+    evaluate = FixedBetaObjective(statistics, 1.0)
+
+    def objective(u: np.ndarray) -> tuple[float, np.ndarray]:
+        b = u / root
+        loss, gradient = evaluate(torch.from_numpy(b))
+        return loss + penalty / 2 * float(b @ b), (gradient.numpy() + penalty * b) / root
+
+    return _Problem(objective, root, [(-BIAS_BOUND * r, BIAS_BOUND * r) for r in root])
+
+
+def _joint_problem(statistics: HeadStatistics, penalty: float, root: np.ndarray) -> _Problem:
+    low, high = _beta_interval(statistics)
+    scale = np.concatenate(([1.0], root))
+
+    def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
+        beta, b = min(max(float(x[0]), low), high), x[1:] / root
+        at = fit_objective(statistics, beta, torch.from_numpy(b))
+        gradient = (at.gradient_bias.cpu().numpy() + penalty * b) / root
+        return at.loss + penalty / 2 * float(b @ b), np.concatenate(([at.gradient_beta], gradient))
+
+    return _Problem(objective, scale, [(low, high), *[(-BIAS_BOUND * r, BIAS_BOUND * r) for r in root]])
+
+
+def _beta_interval(statistics: HeadStatistics) -> tuple[float, float]:
+    if statistics.rest_is_empty:
+        return BETA_BOUNDS
+    low, high = statistics.beta_range
+    return max(low, BETA_BOUNDS[0]), min(high, BETA_BOUNDS[1])
+
+
+def _edge_status(statistics: HeadStatistics, beta: float) -> str | None:
+    low, high = _beta_interval(statistics)
+    if beta <= BETA_BOUNDS[0] * (1 + 1e-9) or beta >= BETA_BOUNDS[1] * (1 - 1e-9):
+        return "at_bound"
+    if beta <= low * (1 + 1e-9) or beta >= high * (1 - 1e-9):
+        return "node_edge"
+    return None
+
+
+def _bias_on(statistics: HeadStatistics, start: Correction) -> torch.Tensor:
+    """Return the bias of `start` in the order of the statistics' set, 0 for ids it does not have."""
+    bias = torch.zeros(int(statistics.ids.max()) + 1, dtype=torch.float64)
+    known = start.ids < bias.numel()
+    bias[start.ids[known]] = start.bias[known].double()
+    return bias[statistics.ids.cpu()]
+
+
+def fits_with_penalties(statistics: HeadStatistics, kind: str) -> list[Fit]:
+    """Return the fits from which `select` chooses: one, or one per penalty for the kinds with a fitted bias.
+
+    From the largest penalty down, each starts where the last one ended.
+    """
+    if kind not in FITTED_BIAS_KINDS:
+        return [fit_correction(statistics, kind)]
+    fits: list[Fit] = []
+    for penalty in sorted(PENALTIES, reverse=True):
+        start = fits[-1].correction if fits else None
+        fits.append(fit_correction(statistics, kind, penalty, start))
+    return fits

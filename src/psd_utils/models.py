@@ -1,0 +1,290 @@
+"""A member -> a loaded model whose final states and head reproduce its own logits, or an error that says why not."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from .errors import PsdError, nearest
+from .files import sha256_of_file
+from .kernels import Readout
+from .pairs import DTYPES, Member, ModelFacts, model_folder
+
+_LOG = logging.getLogger(__name__)
+_HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+_IDENTITY_SUFFIXES = {".safetensors", ".json", ".txt", ".model"}
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device and dtype to compute with, and why they were chosen."""
+
+    device: torch.device
+    dtype: torch.dtype
+    reason: str
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as text, such as "float32"."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+def choose_device(device: str = "auto", dtype: str | None = None) -> Device:
+    """Return the device ("auto": CUDA if there is one) and the dtype (None: bfloat16 on CUDA, float32 elsewhere).
+
+    Raises:
+        PsdError: an unknown dtype, or a device that this machine lacks.
+    """
+    if device == "auto":
+        name, why = ("cuda", "a CUDA device is there") if torch.cuda.is_available() else ("cpu", "no CUDA device")
+    else:
+        name, why = device, "asked for"
+    try:
+        chosen = torch.device(name)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        raise PsdError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    if dtype is not None and dtype not in DTYPES:
+        raise PsdError(f"dtype {dtype!r}: {nearest(dtype, list(DTYPES))}")
+    dtype_name = dtype or ("bfloat16" if chosen.type == "cuda" else "float32")
+    return Device(chosen, getattr(torch, dtype_name), f"{name}: {why}; {dtype_name}: {'asked for' if dtype else why}")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a member's files lie, and what they are.
+
+    `identity` goes into the capture's key: for a hub repository its name and commit, for a folder a hash of content.
+    """
+
+    member: Member
+    folder: Path
+    adapter_folder: Path | None
+    identity: dict[str, Any]
+
+
+def locate(member: Member) -> Source:
+    """Find a member's files, downloading from the hub what is not a local folder.
+
+    Only safetensors weights, configurations and tokenizers are taken.
+
+    Raises:
+        PsdError: no such folder or repository, or no safetensors weights in it.
+    """
+    folder, identity = _locate_one(member.model, member.revision, "model")
+    adapter_folder = None
+    if member.adapter:
+        adapter_folder, identity["adapter"] = _locate_one(member.adapter, None, "adapter")
+    return Source(member, folder, adapter_folder, identity)
+
+
+def _locate_one(name: str, revision: str | None, role: str) -> tuple[Path, dict[str, Any]]:
+    local = model_folder(name)
+    if local is not None:
+        if revision:
+            raise PsdError(f"{role} {name} is a local folder and has no revisions; leave out {revision!r}")
+        return local, {"content": _content(local, role)}
+    return _download(name, revision, role)
+
+
+def _content(folder: Path, role: str) -> dict[str, str]:
+    files = sorted(p for p in folder.iterdir() if p.suffix in _IDENTITY_SUFFIXES and p.is_file())
+    if not any(p.suffix == ".safetensors" for p in files):
+        others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        hint = f"; it holds pickled weights ({', '.join(others)}), which are not loaded" if others else ""
+        raise PsdError(f"{role} folder {folder} has no safetensors weights{hint}: save it with save_pretrained")
+    return {p.name: sha256_of_file(p) for p in files}
+
+
+def _download(name: str, revision: str | None, role: str) -> tuple[Path, dict[str, Any]]:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_PATTERNS))
+    except HFValidationError as error:
+        raise PsdError(f"{role} {name!r} is neither a local folder nor a hub name such as Qwen/Qwen2.5-1.5B") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        at = f" at revision {revision!r}" if revision else ""
+        raise PsdError(
+            f"{role} {name!r}{at} is not a local folder and could not be fetched from the hub: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    return folder, {"repository": name, "commit": folder.name}
+
+
+def load_tokenizer(source: Source) -> Any | None:
+    """Return the member's tokenizer, or None if its files have none."""
+    if not any((source.folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise PsdError(f"the tokenizer of {source.member.label} cannot be loaded: {error}") from error
+
+
+def load_config(source: Source) -> Any:
+    """Return the text part of the member's configuration."""
+    try:
+        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise PsdError(f"the configuration of {source.member.label} cannot be loaded: {error}") from error
+    return config.get_text_config()
+
+
+def longest_context(config: Any) -> int | None:
+    """Return the most positions a model can read, or None if its configuration does not say."""
+    for name in ("max_position_embeddings", "n_positions", "n_ctx"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model split at its output layer: `states(ids, mask)`, then readout(hidden @ headᵀ)."""
+
+    backbone: torch.nn.Module
+    head: torch.Tensor
+    readout: Readout
+    tied: bool
+    stored_dtype: str
+
+    @torch.inference_mode()
+    def states(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states after the final norm, [batch, positions, width]."""
+        return self.backbone(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+
+
+def load_model(source: Source, device: Device) -> LoadedModel:
+    """Load a member in one explicit dtype and check that its states and head give its own logits.
+
+    Raises:
+        PsdError: weights are missing or left over, or the output layer is not one this package can reproduce.
+    """
+    label = source.member.label
+    with _quiet():
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source.folder,
+                dtype=torch.float32 if source.adapter_folder else device.dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise PsdError(f"{label} cannot be loaded: {error}") from error
+    model, info = loaded
+    _check_loading(label, model, info)
+    if source.adapter_folder:
+        model = _merge_adapter(model, source, device.dtype)
+    model = model.to(device.device).eval()
+    stored = getattr(AutoConfig.from_pretrained(source.folder), "dtype", None)
+    split = _split_at_head(label, model, str(stored).removeprefix("torch."))
+    _check_reproduction(label, model, split)
+    return split
+
+
+def _check_loading(label: str, model: Any, info: dict[str, Any]) -> None:
+    missing = sorted(info.get("missing_keys", ()))
+    if missing:
+        raise PsdError(
+            f"{label}: the weights have no {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}; "
+            "they would be random numbers, so nothing is scored"
+        )
+    mismatched = info.get("mismatched_keys") or ()
+    if mismatched:
+        raise PsdError(f"{label}: weights of another shape than the configuration says: {sorted(map(str, mismatched))}")
+    unexpected = sorted(info.get("unexpected_keys", ()))
+    if unexpected:
+        _LOG.warning("%s: weights that the architecture does not use: %s", label, ", ".join(unexpected[:5]))
+
+
+def _merge_adapter(model: Any, source: Source, dtype: torch.dtype) -> Any:
+    from peft import PeftModel
+
+    try:
+        merged = PeftModel.from_pretrained(model, str(source.adapter_folder)).merge_and_unload()
+    except (ValueError, RuntimeError, OSError, KeyError) as error:
+        raise PsdError(f"adapter {source.member.adapter} does not fit {source.member.model}: {error}") from error
+    return merged.to(dtype)
+
+
+def _split_at_head(label: str, model: Any, stored_dtype: str) -> LoadedModel:
+    head = model.get_output_embeddings()
+    backbone = model.base_model
+    if head is None or not isinstance(head, torch.nn.Linear) or backbone is model:
+        raise PsdError(f"{label} ({type(model).__name__}): no linear output head could be found, so it is not scored")
+    config = model.config.get_text_config()
+    embedding = model.get_input_embeddings()
+    scale = 1.0
+    if getattr(config, "logits_scaling", None) is not None:
+        scale = 1.0 / float(config.logits_scaling)  # Granite divides
+    elif getattr(config, "logit_scale", None) is not None:
+        scale = float(config.logit_scale)  # Cohere multiplies
+    softcap = getattr(config, "final_logit_softcapping", None)
+    readout = Readout(
+        bias=None if head.bias is None else head.bias.detach(),
+        scale=scale,
+        softcap=None if softcap is None else float(softcap),
+    )
+    weight = head.weight.detach()
+    tied = embedding is not None and embedding.weight.data_ptr() == weight.data_ptr()
+    return LoadedModel(backbone, weight, readout, tied, stored_dtype)
+
+
+@torch.inference_mode()
+def _check_reproduction(label: str, model: Any, loaded: LoadedModel) -> None:
+    """Compare readout(states @ headᵀ) with the model's own logits on a few tokens."""
+    n_ids = min(loaded.head.shape[0], model.get_input_embeddings().weight.shape[0])
+    ids = torch.arange(8, device=loaded.head.device)[None, :] % n_ids
+    mask = torch.ones_like(ids)
+    own = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0].float()
+    states = loaded.states(ids, mask)[0]
+    ours = loaded.readout.logits((states @ loaded.head.T).float())
+    if own.shape != ours.shape:
+        raise PsdError(
+            f"{label} ({type(model).__name__}): logits of shape {tuple(own.shape)}, ours {tuple(ours.shape)}"
+        )
+    # half precision rounds the model's own logits; float32 must agree closely
+    tolerance = 1e-4 if loaded.head.dtype == torch.float32 else 3e-2
+    error = float((own - ours).abs().max() / own.abs().max().clamp(min=1.0))
+    if not error <= tolerance:
+        raise PsdError(
+            f"{label} ({type(model).__name__}): its logits are not head · final state (relative difference "
+            f"{error:.2g}); this output layer cannot be reproduced, so it is not scored"
+        )
+
+
+def check_facts(label: str, facts: ModelFacts, found: ModelFacts) -> None:
+    """Compare what the registry expects with what was loaded.
+
+    Raises:
+        PsdError: a fact differs; the message has both values.
+    """
+    for name in ("head_rows", "tokenizer_length", "tied", "prefix_id"):
+        expected, actual = getattr(facts, name), getattr(found, name)
+        if expected is not None and actual is not None and expected != actual:
+            raise PsdError(f"{label}: the registry expects {name} {expected}, found {actual}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers' own loading bars and reports, which this package replaces by errors."""
+    from transformers.utils import logging as transformers_logging
+
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,228 @@
+"""Which two models are compared: the registry in data/pairs.yaml, and the user's own pairs."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .errors import PsdError, nearest
+from .paths import project_root, registry_file
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Member:
+    """One model: a local folder or a hub repository, optionally at a revision and with a PEFT adapter on it."""
+
+    model: str
+    revision: str | None = None
+    adapter: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("model", "revision", "adapter"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise PsdError(f"{name} must be text, found {value!r} ({type(value).__name__}); quote it in YAML")
+        if not self.model:
+            raise PsdError("a member needs a model: a local folder or a hub name such as Qwen/Qwen2.5-1.5B")
+
+    @property
+    def leaf(self) -> str:
+        """The last part of the model's name, for labels and file names."""
+        return Path(self.model.rstrip("/")).name or "model"
+
+    @property
+    def label(self) -> str:
+        """The member in words, for messages."""
+        revision = f" at {self.revision}" if self.revision else ""
+        adapter = f" with adapter {self.adapter}" if self.adapter else ""
+        return f"{self.model}{revision}{adapter}"
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is expected of a model when it is loaded; None where nothing is known. A mismatch stops the run."""
+
+    head_rows: int | None = None
+    tokenizer_length: int | None = None
+    tied: bool | None = None
+    prefix_id: int | None = None
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text to score: a path or an hf:// address of JSON lines, with its licence and a note."""
+
+    path: str
+    licence: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A base and a derived model, with what the registry says about them.
+
+    `base` and `derived` may be given as text. `text` is a path or hf:// address, or the name of a registered text.
+    """
+
+    base: Member
+    derived: Member
+    name: str = ""
+    text: str | None = None
+    n_tokens: int | None = None
+    top_k: int | None = None
+    dtype: str | None = None
+    family: str = ""
+    size: str = ""
+    kind: str = ""
+    licence: str = ""
+    note: str = ""
+    facts: ModelFacts = field(default_factory=ModelFacts)
+
+    def __post_init__(self) -> None:
+        for role in ("base", "derived"):
+            value = getattr(self, role)
+            if isinstance(value, str):
+                object.__setattr__(self, role, Member(value))
+            elif not isinstance(value, Member):
+                raise PsdError(f"{role} must be a path, a hub name or a Member, found {value!r}")
+        for name in ("n_tokens", "top_k"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise PsdError(f"{name} must be a whole number of at least 1, found {value!r}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise PsdError(f"dtype {self.dtype!r}: {nearest(str(self.dtype), list(DTYPES))}")
+        if self.base == self.derived:
+            raise PsdError(f"base and derived are the same model, {self.base.label}")
+        if not self.name:
+            object.__setattr__(self, "name", self._own_name())
+        if "/" in self.name or self.name.startswith(".") or "\\" in self.name:
+            raise PsdError(f"pair name {self.name!r} would leave the results folder; use letters, digits, - and _")
+
+    def _own_name(self) -> str:
+        """Return "<base leaf>--<derived leaf>-<8 hex>" for a pair given by two paths or hub names."""
+        members = [
+            [str(Path(m.model).resolve()) if Path(m.model).exists() else m.model, m.revision, m.adapter]
+            for m in (self.base, self.derived)
+        ]
+        digest = hashlib.sha256(repr(members).encode()).hexdigest()[:8]
+        return f"{self.base.leaf}--{self.derived.leaf}-{digest}"
+
+
+def load_pair(name: str, registry: Path | None = None) -> Pair:
+    """Return a registered pair by name.
+
+    Raises:
+        PsdError: no such pair (the message lists the nearest names), or the registry is malformed.
+    """
+    pairs = load_registry(registry or registry_file())
+    if name not in pairs:
+        raise PsdError(f"no pair named {name!r}; {nearest(name, list(pairs))}")
+    return pairs[name]
+
+
+@cache
+def load_registry(path: Path) -> Mapping[str, Pair]:
+    """Return the registered pairs of a YAML file, by name.
+
+    Raises:
+        PsdError: the file is missing or malformed; the message names the entry.
+    """
+    document = _read_yaml(path)
+    models = document.get("models") or {}
+    return {name: _parse_pair(path, name, entry, models) for name, entry in (document.get("pairs") or {}).items()}
+
+
+@cache
+def load_texts(path: Path) -> Mapping[str, Text]:
+    """Return the registered texts of a YAML file, by name."""
+    document = _read_yaml(path)
+    return {name: _build(Text, entry, f"{path}: text {name}") for name, entry in (document.get("texts") or {}).items()}
+
+
+def resolve_text(pair: Pair, text: str | None = None) -> str:
+    """Return the path or hf:// address of the text to score: `text` if given, else the pair's own.
+
+    A registered name stands for its address; a registered relative path hangs on the project root, the user's own
+    on the working folder.
+
+    Raises:
+        PsdError: no text is given and the pair has none, or the file does not exist.
+    """
+    source = text or pair.text
+    if not source:
+        raise PsdError(f"pair {pair.name} has no text of its own: give one, a path to JSON lines with a `text` field")
+    registered = load_texts(registry_file())
+    if source in registered:
+        path = registered[source].path
+        return path if "://" in path else str(project_root() / path)
+    if "://" not in source and not Path(source).expanduser().exists():
+        known = nearest(source, list(registered))
+        raise PsdError(f"no text at {source} (from {Path.cwd()}), and no registered text of that name; {known}")
+    return source if "://" in source else str(Path(source).expanduser())
+
+
+def model_folder(model: str) -> Path | None:
+    """Return the local folder of a model, or None if the name is not one (and so names a hub repository)."""
+    given = Path(model).expanduser()
+    if given.is_dir():
+        return given
+    if not given.is_absolute():
+        registered = project_root() / model
+        if registered.is_dir():
+            return registered
+    return None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise PsdError(f"no registry at {path}") from error
+    except yaml.YAMLError as error:
+        raise PsdError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(document, dict):
+        raise PsdError(f"{path} must hold `pairs:` and may hold `texts:` and `models:`")
+    return document
+
+
+def _parse_pair(path: Path, name: str, entry: Any, models: Mapping[str, Any]) -> Pair:
+    where = f"{path}: pair {name}"
+    if not isinstance(entry, dict):
+        raise PsdError(f"{where} must be a mapping with `base` and `derived`, found {entry!r}")
+    values = dict(entry)
+    for role in ("base", "derived"):
+        if role not in values:
+            raise PsdError(f"{where} has no `{role}`")
+        values[role] = _parse_member(where, values[role], models)
+    if "facts" in values:
+        values["facts"] = _build(ModelFacts, values["facts"], f"{where}: facts")
+    try:
+        return _build(Pair, {"name": name, **values}, where)
+    except PsdError as error:
+        raise PsdError(f"{where}: {error}" if where not in str(error) else str(error)) from error
+
+
+def _parse_member(where: str, value: Any, models: Mapping[str, Any]) -> Member:
+    if isinstance(value, str) and value in models:
+        value = models[value]
+    if isinstance(value, dict):
+        return _build(Member, value, where)
+    if isinstance(value, str):
+        return Member(value)
+    raise PsdError(f"{where}: a member is a name or a mapping, found {value!r}")
+
+
+def _build(kind: type, values: Any, where: str) -> Any:
+    known = [f.name for f in fields(kind)]
+    if not isinstance(values, dict):
+        raise PsdError(f"{where} must be a mapping, found {values!r}")
+    for key in values:
+        if key not in known:
+            raise PsdError(f"{where}: unknown key {key!r}; {nearest(str(key), known)}")
+    return kind(**values)

@@ -1,0 +1,194 @@
+"""Tables and sentences for readers, from a study's tables; numbers are rounded here and nowhere else."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from .capture import Capture
+from .errors import PsdError
+from .figures import correction_label, largest_biases
+from .files import read_json
+from .models import load_tokenizer, locate
+from .pairs import Member, Pair
+from .paths import results_dir
+from .study import Settings, Study, load_study
+
+
+def settings_table(pair: Pair, settings: Settings) -> pd.DataFrame:
+    """Return what a run was asked for, a row per setting."""
+    rows = {
+        "pair": pair.name,
+        "base": pair.base.label,
+        "derived": pair.derived.label,
+        "text": settings.text or pair.text,
+        "tokens asked for": settings.n_tokens,
+        "device": settings.device.reason,
+        "note": pair.note or "–",
+    }
+    return pd.DataFrame({"value": rows})
+
+
+def document_losses(captures: Mapping[str, Capture]) -> pd.DataFrame:
+    """Return uncorrected losses by document: `member, split, document, tokens, loss_sum` (nats)."""
+    frames = []
+    for role, capture in captures.items():
+        corpus = capture.corpus
+        sums = [float(piece.double().sum()) for piece in capture.nll().split(corpus.lengths.tolist())]
+        splits = [corpus.split_of(d) for d in range(len(corpus.keys))]
+        values = {"member": role, "split": splits, "document": corpus.keys, "tokens": corpus.lengths, "loss_sum": sums}
+        frames.append(pd.DataFrame(values))
+    return pd.concat(frames, ignore_index=True)
+
+
+def split_table(losses: pd.DataFrame) -> pd.DataFrame:
+    """Return documents, tokens and mean loss (nats per token) by member and split."""
+    groups = losses.groupby(["member", "split"], sort=False)
+    table = groups.agg(documents=("document", "size"), tokens=("tokens", "sum"), loss=("loss_sum", "sum"))
+    table["loss"] = (table["loss"] / table["tokens"]).round(4)
+    return table.rename(columns={"loss": "loss (nats/token)"})
+
+
+def capture_table(captures: Mapping[str, Capture]) -> pd.DataFrame:
+    """Return where each capture lies and what is in it."""
+    rows = []
+    for role, capture in captures.items():
+        weight, _ = capture.head()
+        rows.append(
+            {
+                "member": role,
+                "capture": capture.key,
+                "head rows": weight.shape[0],
+                "width": weight.shape[1],
+                "stored dtype": capture.manifest["stored_dtype"],
+                "scored in": capture.manifest["identity"]["dtype"],
+            }
+        )
+    return pd.DataFrame(rows).set_index("member")
+
+
+def share_table(recovery: pd.DataFrame) -> pd.DataFrame:
+    """Return shares with their intervals as text, a row per pair and correction, the uncorrected left out."""
+    rows = recovery[recovery["correction"] != "none"]
+    table = pd.DataFrame(
+        {
+            "pair": rows["pair"],
+            "correction": rows["correction"].map(correction_label),
+            "gap": _with_interval(rows, "gap", "gap_low", "gap_high", 4),
+            "raw share": _with_interval(rows, "raw_share", "raw_low", "raw_high", 3),
+            "symmetric share": _with_interval(rows, "symmetric_share", "symmetric_low", "symmetric_high", 3),
+            "damage share": [
+                _number(share, 3) + (f" ± {sd:.3f}" if pd.notna(sd) else "")
+                for share, sd in zip(rows["damage_share"], rows["damage_sd"], strict=True)
+            ],
+            "excess share": _with_interval(rows, "excess_share", "excess_low", "excess_high", 3),
+            "reason": rows["reason"].fillna(""),
+        }
+    )
+    return table.set_index(["pair", "correction"])
+
+
+def loss_table(recovery: pd.DataFrame) -> pd.DataFrame:
+    """Return losses and gains in nats per token, a row per pair and correction."""
+    columns = ["pair", "correction", "loss_base", "loss_derived", "gain_base", "gain_derived"]
+    table = recovery[columns].copy()
+    table["correction"] = table["correction"].map(correction_label)
+    return table.set_index(["pair", "correction"]).round(4)
+
+
+def temperature_table(recovery: pd.DataFrame) -> pd.DataFrame:
+    """Return fitted temperatures, a row per pair and kind that has one."""
+    rows = recovery[recovery["correction"].isin(["temperature", "bias_temperature"])]
+    columns = ["pair", "correction", "temperature_base", "temperature_derived", "temperature_damage"]
+    table = rows[columns].copy()
+    table["correction"] = table["correction"].map(correction_label)
+    return table.set_index(["pair", "correction"]).round(4)
+
+
+def fit_table(summary: Mapping[str, Any]) -> pd.DataFrame:
+    """Return how every fit ended: status, evaluations, gradient norm, certified error, penalty."""
+    rows = [
+        {"model": label, "correction": correction_label(kind), **record}
+        for label, kinds in summary["fits"].items()
+        for kind, record in kinds.items()
+        if kind != "none"
+    ]
+    columns = ["status", "iterations", "gradient_norm", "certified_error", "penalty", "selected_none"]
+    return pd.DataFrame(rows).set_index(["model", "correction"])[columns]
+
+
+def bias_table(study: Study, member: str, kind: str, n: int = 30) -> pd.DataFrame:
+    """Return the largest biases with their decoded tokens and how often each is a target in `fit`; empty if none."""
+    correction = study.corrections[member, kind]
+    tokenizer = load_tokenizer(locate(study.pair.base))
+    texts = [repr(tokenizer.decode([i])) for i in correction.ids.tolist()] if tokenizer else []
+    capture = study.captures["base"]
+    counts = capture.states("fit").targets.bincount(minlength=int(correction.vocabulary or 0))
+    return largest_biases(correction.bias.tolist(), texts, counts[correction.ids].tolist(), n)
+
+
+def sentences(recovery: pd.DataFrame) -> list[str]:
+    """Return what each pair's table says, in words: one sentence per pair on its bias-and-temperature share."""
+    return [_sentence(str(pair), rows) for pair, rows in recovery.groupby("pair", sort=False)]
+
+
+def _sentence(pair: str, rows: pd.DataFrame) -> str:
+    row = rows[rows["correction"] == "bias_temperature"].iloc[0]
+    if pd.isna(row["symmetric_share"]):
+        return f"{pair}: no share is defined ({row['reason']})."
+    share = f"{row['symmetric_share']:.1%} of its {row['gap']:.3f} nats/token gap"
+    start = f"{pair}: bias and temperature give back {share} beyond what they give the base"
+    if pd.isna(row["damage_share"]):
+        return f"{start}; no damage control was run, so this must not be read as a prior shift."
+    damage = f"random damage of the same size gives back {row['damage_share']:.1%}"
+    if pd.isna(row["excess_low"]):
+        return f"{start}; {damage}; the excess has no interval."
+    interval = f"excess {row['excess_share']:+.1%}, 95 % interval {row['excess_low']:+.1%} to {row['excess_high']:+.1%}"
+    if row["excess_low"] > 0:
+        verdict = "more of this loss than of random damage sits in a fixed prior or temperature"
+    elif row["excess_high"] < 0:
+        verdict = "what was lost is less fixable at the output layer than random damage"
+    else:
+        verdict = "the share does not exceed its damage control"
+    return f"{start}; {damage} ({interval}): {verdict}."
+
+
+def finished_studies(out_dir: str | None, pair: str | None = None) -> list[Study]:
+    """Return the finished studies in a results folder, or the one of `pair`.
+
+    Raises:
+        PsdError: there are none; the message says what to run.
+    """
+    folder = Path(out_dir).expanduser().resolve() if out_dir else results_dir()
+    names = sorted(path.parent.name for path in folder.glob("*/recovery.parquet"))
+    if pair:
+        names = [name for name in names if name == pair]
+    if not names:
+        what = f"of pair {pair} " if pair else ""
+        raise PsdError(f"no finished study {what}in {folder}: run 02_fit first, with the same out_dir")
+    studies = []
+    for name in names:
+        described = read_json(folder / name / "summary.json")["settings"]
+        own = Pair(base=Member(**described["base"]), derived=Member(**described["derived"]), name=name)
+        studies.append(load_study(own, folder))
+    return studies
+
+
+def figures_folder(out_dir: str | None) -> Path:
+    """Return the folder of figures in a results folder."""
+    folder = (Path(out_dir).expanduser().resolve() if out_dir else results_dir()) / "figures"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _with_interval(rows: pd.DataFrame, value: str, low: str, high: str, digits: int) -> list[str]:
+    return [
+        _number(v, digits)
+        + (f" [{a:.{digits}f}, {b:.{digits}f}]" if pd.notna(a) and pd.notna(b) and pd.notna(v) else "")
+        for v, a, b in zip(rows[value], rows[low], rows[high], strict=True)
+    ]
+
+
+def _number(value: float, digits: int) -> str:
+    return "–" if pd.isna(value) else f"{value:.{digits}f}"

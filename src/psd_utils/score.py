@@ -1,0 +1,235 @@
+"""Model × corpus -> Capture: one forward pass over every document, resumable shard by shard."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from tqdm.auto import tqdm
+
+from .capture import (
+    SHARD_TOKENS,
+    Capture,
+    Shard,
+    capture_key,
+    open_capture,
+    plan_shards,
+    shard_is_complete,
+    write_corpus,
+    write_manifest,
+)
+from .corpus import (
+    LONGEST_CUT,
+    Corpus,
+    check_same_ids,
+    load_corpus,
+    prefix_token,
+    special_ids,
+    tokenizer_sha256,
+)
+from .errors import PsdError
+from .files import write_tensors
+from .kernels import corrected_losses
+from .models import (
+    Device,
+    LoadedModel,
+    Source,
+    check_facts,
+    load_config,
+    load_model,
+    load_tokenizer,
+    locate,
+    longest_context,
+)
+from .pairs import ModelFacts, Pair, resolve_text
+
+_LOG = logging.getLogger(__name__)
+_BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}
+
+
+@dataclass(frozen=True)
+class ScoringTask:
+    """What both members of a pair read, and where their files lie.
+
+    `notes` are sentences for the summary, such as a derived model without a tokenizer of its own.
+    """
+
+    base: Source
+    derived: Source
+    corpus: Corpus
+    tokenizer: Any
+    tokenizer_hash: str
+    special: torch.Tensor
+    notes: tuple[str, ...]
+
+    @property
+    def tokenizer_length(self) -> int:
+        """The number of ids the base's tokenizer knows; head rows beyond it are padding."""
+        return len(self.tokenizer)
+
+    def source(self, role: str) -> Source:
+        """Return the files of "base" or "derived"."""
+        return self.base if role == "base" else self.derived
+
+
+def prepare(pair: Pair, text: str | None, n_tokens: int) -> ScoringTask:
+    """Locate both members, tokenize the text with the base's tokenizer and check that both would read the same ids.
+
+    Raises:
+        PsdError: files, text or tokenizers that cannot be used; each says which and why.
+    """
+    source = resolve_text(pair, text)
+    base, derived = locate(pair.base), locate(pair.derived)
+    tokenizer = load_tokenizer(base)
+    if tokenizer is None:
+        raise PsdError(f"the base {pair.base.label} has no tokenizer files")
+    contexts = [c for c in (longest_context(load_config(s)) for s in (base, derived)) if c is not None]
+    # one position is the prefix token's; the last token of a document is read by nobody
+    cut = min([LONGEST_CUT, *(c - 1 for c in contexts)])
+    prefix = prefix_token(tokenizer)
+    found = ModelFacts(tokenizer_length=len(tokenizer), prefix_id=prefix)
+    check_facts(f"tokenizer of {pair.base.label}", pair.facts, found)
+    corpus = load_corpus(source, tokenizer, n_tokens=n_tokens, cut=cut, prefix_id=prefix)
+    notes = []
+    derived_tokenizer = load_tokenizer(derived)
+    if derived_tokenizer is None:
+        notes.append(f"{pair.derived.label} has no tokenizer of its own: the base's was used")
+    else:
+        check_same_ids(corpus, source, tokenizer, derived_tokenizer)
+    special = special_ids(tokenizer)
+    return ScoringTask(base, derived, corpus, tokenizer, tokenizer_sha256(tokenizer), special, tuple(notes))
+
+
+def score_member(
+    task: ScoringTask, role: str, device: Device, folder: Path, facts: ModelFacts | None = None
+) -> Capture:
+    """Return the capture of the "base" or "derived" member, scoring what `folder` (of captures) does not hold yet.
+
+    A killed run resumes at its last whole shard and ends with the same bytes. Two processes on one capture take
+    turns, by a lock that the operating system releases when a process dies.
+
+    Raises:
+        PsdError: the model cannot be loaded or reproduced, its head is too short, or a state is not finite.
+    """
+    source, corpus = task.source(role), task.corpus
+    identity = {
+        "model": source.identity,
+        "dtype": device.dtype_name,
+        "tokenizer": task.tokenizer_hash,
+        "corpus": corpus.manifest["sha256"],
+        "cut": corpus.cut,
+        "prefix_id": corpus.prefix_id,
+        "shard_tokens": SHARD_TOKENS,
+    }
+    key = capture_key(identity)
+    target = folder / key
+    locks = folder / ".locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with FileLock(locks / key):
+        done = open_capture(target)
+        if done is not None:
+            _LOG.info("%s: capture %s is there", source.member.label, target)
+            return done
+        target.mkdir(parents=True, exist_ok=True)
+        for leftover in target.glob(".*.tmp"):
+            leftover.unlink()
+        _score(task, source, device, target, identity, facts or ModelFacts())
+    done = open_capture(target)
+    if done is None:
+        raise PsdError(f"capture {target} vanished while it was being written")
+    return done
+
+
+def _score(
+    task: ScoringTask,
+    source: Source,
+    device: Device,
+    target: Path,
+    identity: dict[str, Any],
+    facts: ModelFacts,
+) -> None:
+    corpus = task.corpus
+    shards = plan_shards(corpus, SHARD_TOKENS)
+    model = load_model(source, device)
+    rows, width = model.head.shape
+    label = source.member.label
+    check_facts(label, facts, ModelFacts(head_rows=rows, tied=model.tied))
+    if rows < task.tokenizer_length:
+        raise PsdError(f"{label}: the head has {rows} rows, the base's tokenizer {task.tokenizer_length} ids")
+    if int(corpus.tokens.max()) >= rows:
+        raise PsdError(f"token id {int(corpus.tokens.max())} of the text is beyond the head of {label}, {rows} rows")
+    write_corpus(target / "corpus.safetensors", corpus)
+    head = {"weight": model.head}
+    if model.readout.bias is not None:
+        head["bias"] = model.readout.bias
+    write_tensors(target / "head.safetensors", head)
+    lengths = corpus.lengths
+    with tqdm(total=int(corpus.tokens.numel()), unit="token", desc=f"score {source.member.leaf}") as progress:
+        for shard in shards:
+            n = int(lengths[shard.documents.start : shard.documents.stop].sum())
+            if not shard_is_complete(target, shard, n, width):
+                write_tensors(target / shard.file, _score_shard(model, corpus, shard, device))
+            progress.update(n)
+    facts_found = {
+        "label": label,
+        "architecture": type(model.backbone).__name__,
+        "readout": {"scale": model.readout.scale, "softcap": model.readout.softcap},
+        "tied": model.tied,
+        "stored_dtype": model.stored_dtype,
+        "tokenizer_length": task.tokenizer_length,
+        "shard_tokens": SHARD_TOKENS,
+        "device": device.device.type,
+    }
+    write_manifest(target, identity, facts_found, corpus, len(shards))
+
+
+def _score_shard(model: LoadedModel, corpus: Corpus, shard: Shard, device: Device) -> dict[str, torch.Tensor]:
+    """Return `hidden` [tokens, width] in the compute dtype and `nll` float32 [tokens], in document order."""
+    lengths, offsets = corpus.lengths.tolist(), corpus.offsets.tolist()
+    first = offsets[shard.documents.start]
+    n = offsets[shard.documents.stop] - first
+    hidden = torch.empty(n, model.head.shape[1], dtype=model.head.dtype)
+    for batch in batches(shard.documents, lengths, _BATCH_TOKENS.get(device.device.type, 32_768)):
+        states = batch_states(model, corpus, batch, device.device)
+        for row, d in enumerate(batch):
+            start = offsets[d] - first
+            hidden[start : start + lengths[d]] = states[row, : lengths[d]]
+    bad = (~torch.isfinite(hidden).all(dim=1)).nonzero()
+    if bad.numel():
+        at = int(bad[0]) + first
+        d = int((corpus.offsets <= at).sum()) - 1
+        raise PsdError(
+            f"the hidden state at token {at - offsets[d]} of document {corpus.keys[d]} is NaN or infinite; "
+            f"try dtype float32 (now {device.dtype_name})"
+        )
+    targets = corpus.tokens[first : first + n]
+    nll = corrected_losses(hidden, model.head, targets, [None], readout=model.readout)[0]
+    return {"hidden": hidden, "nll": nll.float()}
+
+
+def batches(documents: range | list[int], lengths: list[int], batch_tokens: int) -> list[list[int]]:
+    """Return documents grouped by length, the longest first, at most `batch_tokens` padded tokens a batch."""
+    groups: list[list[int]] = []
+    for d in sorted(documents, key=lambda d: (-lengths[d], d)):
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= batch_tokens:
+            groups[-1].append(d)
+        else:
+            groups.append([d])
+    return groups
+
+
+def batch_states(model: LoadedModel, corpus: Corpus, batch: list[int], device: torch.device) -> torch.Tensor:
+    """Return final states [documents, longest, width]: row t of a document predicts its token t.
+
+    Each document is preceded by the prefix token and padded on the right, which the mask hides.
+    """
+    lengths = corpus.lengths[batch]
+    longest = int(lengths.max())
+    ids = torch.full((len(batch), longest), corpus.prefix_id, dtype=torch.int64)
+    for row, d in enumerate(batch):
+        start, stop = int(corpus.offsets[d]), int(corpus.offsets[d + 1])
+        ids[row, 1 : stop - start] = corpus.tokens[start : stop - 1]
+    mask = (torch.arange(longest)[None, :] < lengths[:, None]).long()
+    return model.states(ids.to(device), mask.to(device)).cpu()
