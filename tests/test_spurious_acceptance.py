@@ -150,7 +150,16 @@ def test_a_small_sweep_and_its_axes():
         laws.sweep({"width": (1,)}, (0,), 10)
 
 
-def test_unknown_surgery_is_refused(results):
+def test_bad_interventions_are_refused(results):
     model = results["model"]
     with pytest.raises(ValueError, match="No surgery 'rows'"):
         interventions.edited(model.world, model.pretrained.weights, model.pretrained.weights, "rows")
+    with pytest.raises(ValueError, match=r"n_facts holds \[128\]; expected 1 … 127"):
+        interventions.brief_replay(model.world, model.pretrained.weights, model.matched.rate, (8, 128))
+
+
+def test_the_dose_axis_reports_finer_and_equal_measures():
+    table = laws.sweep({"dose": (1.0, 8.0)}, (0,), 200)
+    assert (table["trough_every_step"] <= table["trough"]).all()
+    assert set(table["trough_step"] % 5) == {0}
+    assert table["at_equal_training"].between(0, 1).all()

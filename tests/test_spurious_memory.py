@@ -206,7 +206,7 @@ def test_summary_reads_the_curve():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"alpha": 1.5}, "alpha is 1.5"),
+        ({"alpha": 1.0}, "alpha is 1.0"),
         ({"n_values": 7}, "even number"),
         ({"n_new": 0}, "n_new is 0"),
         ({"normalisation": "layer"}, "expected one of rms, none, relu"),

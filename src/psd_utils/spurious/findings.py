@@ -193,7 +193,7 @@ def law_findings(table: pd.DataFrame, base: ArmResult | None = None) -> Findings
             found[f"timing.{name}"] = _one(fit.slope)
             found[f"timing.{name}_r2"] = _one(fit.r2)
         part = means["dose"].loc[doses]
-        for column in ("trough", "end", "max_after"):
+        for column in ("trough", "end", "max_after", "at_equal_training", "trough_every_step", "probability_trough"):
             found[f"dose.{column}_spread"] = _one(np.ptp(part[column]))
         found["dose.new_at_trough_low"] = _one(part["new_at_trough"].min())
         found["dose.new_at_trough_high"] = _one(part["new_at_trough"].max())

@@ -49,7 +49,11 @@ def offset_subtraction(
     Returns:
         seed, estimated_from ("none": as trained, "all", or a number k), accuracy. With k facts, the others
         are scored, and the mean over the random draws is given.
+
+    Raises:
+        ValueError: a k that leaves no other facts to score.
     """
+    _check_sizes(world, n_facts)
     kind = world.settings.normalisation
     before = reference(world, start).x
     after = readout_states(world.A.keys, now, kind)
@@ -84,7 +88,11 @@ def brief_replay(
 
     Returns seed, n_facts, n_steps, accuracy. k facts are the first of each seed's random order, so that
     larger sets hold the smaller ones.
+
+    Raises:
+        ValueError: a k that leaves no other facts to score.
     """
+    _check_sizes(world, n_facts)
     settings = world.settings
     draws = [generator(s, "replayed_facts") for s in world.seeds]
     order = torch.stack([torch.randperm(settings.n_old, generator=g) for g in draws])
@@ -111,7 +119,11 @@ def replay_in_training(
 
     Returns:
         per_step, n_facts, then the columns of Trajectory.summary.
+
+    Raises:
+        ValueError: a number of facts that leaves no others to score.
     """
+    _check_sizes(arm.world, [k for k in n_facts if k])
     parts = []
     if 0 in n_facts:
         run = fine_tune(arm.world, arm.pretrained.weights, arm.matched.rate, n_steps)
@@ -245,6 +257,13 @@ def leading_directions(arm: ArmResult) -> pd.DataFrame:
             )
         )
     return pd.concat(parts, ignore_index=True)
+
+
+def _check_sizes(world: World, n_facts: Sequence[int]) -> None:
+    n = world.settings.n_old
+    bad = [k for k in n_facts if not 1 <= k < n]
+    if bad:
+        raise ValueError(f"n_facts holds {bad}; expected 1 … {n - 1}, so that of A's {n} facts some are left to score.")
 
 
 def _facts_at(facts: Facts, index: Tensor) -> Facts:

@@ -31,6 +31,10 @@ AXES: dict[str, tuple[float, ...]] = {
 """The sweep's axes and values; "dose" multiplies the matched fine-tuning rate."""
 
 
+EQUAL_TRAINING = 600
+"""Steps at the matched rate after which doses are compared at equal training (step × rate)."""
+
+
 @dataclass(frozen=True)
 class Fit:
     """A straight-line fit: slope, intercept (of the logarithms, for a power law), R² and number of points."""
@@ -51,11 +55,13 @@ def sweep(
 ) -> pd.DataFrame:
     """Run every cell of every axis.
 
-    On the dose axis the event window is 400 / multiplier and checkpoints are every step to 60, so that fast
-    runs are resolved; all other cells use the usual window of 400 steps.
+    The event window is 400 steps, on the dose axis 400 / multiplier.
 
     Returns:
-        axis, value, then the columns of Trajectory.summary, and matched (whether the rate met the gate).
+        axis, value, then the columns of Trajectory.summary, and matched (whether the rate met the gate). On the dose
+        axis also trough_every_step and trough_step_every_step (the trough among all of the first 60 steps, not only
+        every fifth), and at_equal_training (accuracy on A after 600 / multiplier steps: as much training, whatever
+        the rate).
 
     Raises:
         ValueError: an axis that is neither "dose" nor a field of MemorySettings in AXES.
@@ -83,10 +89,15 @@ def _cell(
     start = pretrain(world, protocol)
     matched = match_rate(world, start, protocol)
     steps = checkpoint_steps(n_steps)
+    every = range(min(60, n_steps)) if axis == "dose" else ()
+    run = fine_tune(world, start.weights, matched.rate * dose, n_steps, checkpoints=(*steps, *every))
+    table = run.thin(steps).summary(EVENT_WINDOW / dose).assign(matched=matched.matched.numpy())
     if axis == "dose":
-        steps = tuple(sorted({*steps, *range(min(60, n_steps))}))
-    run = fine_tune(world, start.weights, matched.rate * dose, n_steps, checkpoints=steps)
-    return run.summary(EVENT_WINDOW / dose).assign(matched=matched.matched.numpy())
+        fine = run.summary(EVENT_WINDOW / dose)
+        table["trough_every_step"], table["trough_step_every_step"] = fine["trough"], fine["trough_step"]
+        same = min(n_steps, round(EQUAL_TRAINING / dose))
+        table["at_equal_training"] = run.at("accuracy_A", same).numpy()
+    return table
 
 
 def cell_means(table: pd.DataFrame) -> pd.DataFrame:
@@ -148,12 +159,14 @@ def long_run(seeds: Sequence[int] = (0, 1, 2), n_steps: int = 30_000, base: Memo
 def timing(table: pd.DataFrame) -> dict[str, Fit]:
     """Power laws of the trough's and the recovery's step in the rate, from the dose axis (means over seeds).
 
-    Cells without a recovery of at least 0.25 say nothing about its step and are left out of the second fit.
+    "trough_every_step" is the trough's among all of the first 60 steps, which resolves the fast runs. Cells without
+    a recovery of at least 0.25 say nothing about its step and are left out of that fit.
     """
     dose = cell_means(table[table["axis"] == "dose"])
     back = dose[dose["recovery"] >= 0.25]
     return {
         "trough": power_law(dose["value"], dose["trough_step"]),
+        "trough_every_step": power_law(dose["value"], dose["trough_step_every_step"]),
         "recovery": power_law(back["value"], back["recovery_step"]),
     }
 

@@ -48,7 +48,7 @@ class MemorySettings:
         n_values: |V|, number of answers; the first half is region X, the second region Y. Even.
         n_old: number of facts in A, and in B.
         n_new: number of new facts (B′ or C).
-        alpha: α, expected cosine between any two keys, 0 … 1.
+        alpha: α, expected cosine between any two keys, at least 0 and below 1.
         normalisation: "rms" √d·h/‖h‖ (the model), "none" h, "relu" max(h, 0).
         new_answers: "Y", the new facts are B′; "all", they are the control C.
         batch_size: facts per SGD step, drawn with replacement.
@@ -73,8 +73,8 @@ class MemorySettings:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a whole number of at least 1.")
         if self.n_values < 4 or self.n_values % 2:
             raise ValueError(f"n_values is {self.n_values}; expected an even number of at least 4 (two regions).")
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha is {self.alpha}; expected the expected cosine of two keys, 0 … 1.")
+        if not 0 <= self.alpha < 1:
+            raise ValueError(f"alpha is {self.alpha}; expected the mean cosine of two keys, at least 0 and below 1.")
         if self.readout_rate < 0:
             raise ValueError(f"readout_rate is {self.readout_rate}; expected a factor of at least 0.")
         for name, allowed in (

@@ -194,7 +194,7 @@ def laws(table: pd.DataFrame, long: Trajectory | None) -> Figure:
     middle.set_title("How much of the shift is withdrawn", loc="left")
 
     if long is not None:
-        since = 1000 if long.steps[-1] >= 5000 else 200
+        since = 1000 if long.steps[-1] >= 5000 else max(1, long.steps[-1] // 10)
         fits = erosion_in_time(long, since)
         steps = np.array(long.steps)
         for i, fit in enumerate(fits.itertuples()):
@@ -236,7 +236,7 @@ def acceptance(table: pd.DataFrame, rows: Sequence[Row], findings: Findings) -> 
             inside = check.accepts(float(value))
             right.scatter(check.expected, value, s=18, color=[PALETTE[0] if inside else PALETTE[3]], zorder=2)
             if not inside:
-                right.annotate(check.quantity, (check.expected, value), fontsize=7)
+                right.annotate(f"row {row.id}", (check.expected, value), (4, 3), textcoords="offset points", fontsize=7)
     right.plot([0, 1], [0, 1], color="0.4", linewidth=0.8, linestyle="--", zorder=0)
     right.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
     right.set_xlabel("expected")

@@ -129,7 +129,8 @@ def pretrain(world: World, protocol: Protocol = PAPER) -> Pretrained:
             return Pretrained(final, rates, gates)
         log.info("Learning rate %g did not reach the gate for %d seeds.", rate, len(todo))
     raise RuntimeError(
-        f"Pretraining did not bring A and B to {protocol.gate} for seeds {world.select(todo).seeds} "
+        f"Pretraining (α {world.settings.alpha:g}, normalisation {world.settings.normalisation!r}) did not bring "
+        f"A and B to {protocol.gate} for seeds {world.select(todo).seeds} "
         f"at any of the rates {protocol.pretraining_rates} within {protocol.pretraining_limit} steps. "
         "Fewer facts, a larger dimension or more steps may help."
     )

@@ -5,7 +5,7 @@ In: the steps of a run as they happen. Out: a Trajectory, its tidy table and its
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -71,6 +71,13 @@ class Trajectory:
             torch.stack([w.U[i] for i, w in enumerate(rows)]),
         )
 
+    def thin(self, steps: Sequence[int]) -> "Trajectory":
+        """The same run as if it had been measured at fewer steps; steps it has no checkpoint for are left out."""
+        places = [i for i, step in enumerate(self.steps) if step in set(steps)]
+        quantities = {name: values[places] for name, values in self.quantities.items()}
+        kept = {step: w for step, w in self.kept.items() if step in set(steps)}
+        return replace(self, steps=tuple(self.steps[i] for i in places), quantities=quantities, kept=kept)
+
     def frame(self) -> pd.DataFrame:
         """Tidy table: step, seed, and one column for each quantity."""
         t, s = len(self.steps), len(self.seeds)
@@ -86,9 +93,10 @@ class Trajectory:
 
         Returns:
             columns seed, rate, start, trough, trough_step, new_at_trough, max_after, recovery (max_after −
-            trough), recovery_step (first step after the trough with 90 % of that rise), end, gate_step (NaN
-            if never), peak_content, peak_content_step, end_content (⟨s,w⟩), erosion_ratio (‖ε_a‖_h / its
-            law, at the end).
+            trough), recovery_step (first step after the trough with 90 % of that rise), end, B_at_trough, B_end,
+            probability_trough and probability_end (mean probability of A's right answers: lowest within the window,
+            and at the end), gate_step (NaN if never), peak_content, peak_content_step, end_content (⟨s,w⟩),
+            erosion_ratio (‖ε_a‖_h / its law, at the end).
         """
         windows = np.broadcast_to(np.asarray(window, dtype=float), len(self.seeds))
         steps = np.array(self.steps)
@@ -102,6 +110,7 @@ class Trajectory:
             content = self["shift_content"][:, i].numpy()
             learned = np.flatnonzero(self["accuracy_new"][:, i].numpy() >= 0.99)
             law = self["individual_law"][-1, i].item()
+            likely = self["probability_A"][:, i].numpy()
             rows.append(
                 {
                     "seed": seed,
@@ -115,6 +124,8 @@ class Trajectory:
                     "recovery": rise,
                     "recovery_step": steps[recovered] if rise > 0 else math.nan,
                     "end": curve[-1],
+                    "probability_trough": likely[steps <= windows[i]].min(),
+                    "probability_end": likely[-1],
                     "B_end": self["accuracy_B"][-1, i].item(),
                     "gate_step": steps[learned[0]] if len(learned) else math.nan,
                     "peak_content": content.max(),
