@@ -4,8 +4,11 @@ import gzip
 import hashlib
 import io
 import json
-from collections.abc import Iterator
+import re
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,8 +22,9 @@ from .files import sha256_of_json
 
 SPLITS = ("fit", "select", "eval")
 LONGEST_CUT = 2047
-FIT_FRACTION = 0.5
-FIT_WITHIN_FIT = 0.9
+# of the budget, in twentieths: FIT is its first half, of which the leading 90 % is `fit` and the rest `select`
+_SPLIT_ENDS = (9, 10, 20)
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,8 @@ class Corpus:
 def read_documents(path: str | Path) -> Iterator[Document]:
     """Yield the documents of a JSON-lines file: plain, gzip or zstd (.zst, .zstd), local or hf://.
 
+    Blank lines are no documents. Half of a surrogate pair, which no tokenizer takes, is read as U+FFFD.
+
     Raises:
         PsdError: the file is missing, cut off, not JSON lines, or a line has no `text`; it names file and line.
     """
@@ -96,27 +102,39 @@ def read_documents(path: str | Path) -> Iterator[Document]:
         try:
             row = json.loads(line)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise PsdError(f"{path}, line {number}: not a JSON object ({error}); is the file cut off?") from error
+            raise PsdError(
+                f"{path}, line {number}: not a JSON object ({error}); is the file cut off, or compressed without the "
+                "suffix that says so?"
+            ) from error
         text = row.get("text") if isinstance(row, dict) else None
         if not isinstance(text, str):
-            found = f"keys {sorted(row)}" if isinstance(row, dict) else type(row).__name__
+            found = f"a {type(row).__name__}"
+            if isinstance(row, dict):
+                found = f"`text` of type {type(text).__name__}" if "text" in row else f"the keys {sorted(row)}"
             raise PsdError(f"{path}, line {number}: expected an object with a `text` string, found {found}")
-        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+        text = _LONE_SURROGATE.sub("\ufffd", text)
+        digest = hashlib.sha256(text.encode()).hexdigest()
         yield Document(f"{name}:{number}:{digest[:12]}", text)
     if number == 0:
         raise PsdError(f"{path} is empty: expected one JSON object with a `text` field a line")
 
 
 def _lines(path: str) -> Iterator[bytes]:
+    read = 0
     try:
-        with fsspec.open(path, "rb") as raw:
-            yield from _decompressed(path, raw)
+        # fsspec would take "::" and other marks in a local name for its own
+        with fsspec.open(path, "rb") if "://" in path else open(path, "rb") as raw:
+            for line in _decompressed(path, raw):
+                read += 1
+                yield line
     except FileNotFoundError as error:
         raise PsdError(f"no text at {path}") from error
     except IsADirectoryError as error:
         raise PsdError(f"{path} is a folder; give a JSON-lines file") from error
-    except (EOFError, gzip.BadGzipFile, zstandard.ZstdError) as error:
-        raise PsdError(f"{path} is cut off or not what its suffix says: {error}") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+        raise PsdError(f"{path} is cut off or not what its suffix says, after line {read}: {error}") from error
+    except Exception as error:  # what a remote file system raises depends on the protocol
+        raise PsdError(f"{path} could not be read, after line {read}: {error}") from error
 
 
 def _decompressed(path: str, raw: BinaryIO) -> Iterator[bytes]:
@@ -168,8 +186,7 @@ def load_corpus(
     """Return the corpus of the first documents of a text that hold `n_tokens` tokens, or all it holds.
 
     Whole documents in file order, each cut to its first `cut` tokens, tokenized without added special tokens. The
-    budget is `n_tokens` or what the text holds, whichever is less. A document is in `fit` if it starts in the first
-    45 % of the budget, in `select` up to 50 %, in `eval` up to the end.
+    budget is `n_tokens` or what the text holds, whichever is less; `split_ends` says how it is shared out.
 
     Raises:
         PsdError: the text is unusable, or has too few documents for three splits.
@@ -194,18 +211,29 @@ def load_corpus(
                 break
     if not keys:
         raise PsdError(f"{source} holds no document with any token ({n_empty} empty ones)")
-    offsets = torch.tensor([0, *(len(p) for p in pieces)]).cumsum(0)
-    budget = min(n_tokens, total)
-    starts = offsets[:-1]
-    ends = [int((starts < budget * fraction).sum()) for fraction in (FIT_FRACTION * FIT_WITHIN_FIT, FIT_FRACTION, 1)]
+    lengths = [len(p) for p in pieces]
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    ends = split_ends(lengths, n_tokens)
     counts = [ends[0], ends[1] - ends[0], ends[2] - ends[1]]
     if min(counts) < 1:
         found = ", ".join(f"{split} {count}" for split, count in zip(SPLITS, counts, strict=True))
         raise PsdError(
             f"{source}: {len(keys)} documents with {total} tokens do not make three splits (documents: {found}); "
-            "give a longer text or raise n_tokens"
+            "give a text with more documents, or raise n_tokens"
         )
-    return Corpus(torch.cat(pieces), offsets, tuple(keys), (ends[0], ends[1], ends[2]), prefix_id, cut, n_empty, n_cut)
+    return Corpus(torch.cat(pieces), offsets, tuple(keys), ends, prefix_id, cut, n_empty, n_cut)
+
+
+def split_ends(lengths: Sequence[int], n_tokens: int) -> tuple[int, int, int]:
+    """Return the documents at which fit, select and eval end, for documents of these lengths in file order.
+
+    Of the budget, min(n_tokens, Σ lengths), a document is in `fit` if it starts in the first 45 %, in `select` if it
+    starts up to 50 %, in `eval` if it starts before its end. Integers, so that no rounding moves a document.
+    """
+    starts = [0, *accumulate(lengths)][:-1]
+    budget = min(n_tokens, sum(lengths))
+    fit, select, end = (sum(20 * start < share * budget for start in starts) for share in _SPLIT_ENDS)
+    return fit, select, end
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -224,7 +252,10 @@ def prefix_token(tokenizer: Any) -> int:
         value = getattr(tokenizer, name, None)
         if isinstance(value, int):
             return value
-    raise PsdError("the base tokenizer has neither a BOS nor an EOS token: give prefix_id")
+    raise PsdError(
+        "the base tokenizer has neither a BOS nor an EOS token, and every document is read after one token: "
+        "set bos_token in its tokenizer_config.json"
+    )
 
 
 def special_ids(tokenizer: Any) -> torch.Tensor:
