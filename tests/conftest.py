@@ -220,4 +220,4 @@ def pair(
         perturb(model)
 
     make_model(folder / "derived", rows=rows, change=forget)
-    return Pair(str(folder / "base"), str(folder / "derived"), text=str(text_file), top_k=64, dtype="float32")  # type: ignore[arg-type]
+    return Pair(str(folder / "base"), str(folder / "derived"), text=str(text_file), top_k=64, dtype="float32")

@@ -2,8 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from functools import cache
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ class Member:
     @property
     def leaf(self) -> str:
         """The last part of the model's name, for labels and file names."""
-        return Path(self.model.rstrip("/")).name or "model"
+        return Path(self.model.rstrip("/")).name.lstrip(".") or "model"
 
     @property
     def label(self) -> str:
@@ -91,6 +90,10 @@ class Pair:
                 object.__setattr__(self, role, Member(value))
             elif not isinstance(value, Member):
                 raise PsdError(f"{role} must be a path, a hub name or a Member, found {value!r}")
+        for name in ("name", "text"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise PsdError(f"{name} must be text, found {value!r} ({type(value).__name__}); quote it in YAML")
         for name in ("n_tokens", "top_k"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -106,12 +109,18 @@ class Pair:
 
     def _own_name(self) -> str:
         """Return "<base leaf>--<derived leaf>-<8 hex>" for a pair given by two paths or hub names."""
-        members = [
-            [str(Path(m.model).resolve()) if Path(m.model).exists() else m.model, m.revision, m.adapter]
-            for m in (self.base, self.derived)
-        ]
+        members = []
+        for member in (self.base, self.derived):
+            model, adapter = (_place(name) for name in (member.model, member.adapter))
+            members.append([model, member.revision, adapter])
         digest = hashlib.sha256(repr(members).encode()).hexdigest()[:8]
         return f"{self.base.leaf}--{self.derived.leaf}-{digest}"
+
+
+def _place(name: str | None) -> str | None:
+    """Return the absolute path of a local folder, so that it is the same from every working folder, or a hub name."""
+    folder = None if name is None else model_folder(name)
+    return name if folder is None else str(folder.resolve())
 
 
 def load_pair(name: str, registry: Path | None = None) -> Pair:
@@ -122,11 +131,10 @@ def load_pair(name: str, registry: Path | None = None) -> Pair:
     """
     pairs = load_registry(registry or registry_file())
     if name not in pairs:
-        raise PsdError(f"no pair named {name!r}; {nearest(name, list(pairs))}")
+        raise PsdError(f"no pair named {name!r}; {nearest(str(name), list(pairs))}")
     return pairs[name]
 
 
-@cache
 def load_registry(path: Path) -> Mapping[str, Pair]:
     """Return the registered pairs of a YAML file, by name.
 
@@ -134,15 +142,12 @@ def load_registry(path: Path) -> Mapping[str, Pair]:
         PsdError: the file is missing or malformed; the message names the entry.
     """
     document = _read_yaml(path)
-    models = document.get("models") or {}
-    return {name: _parse_pair(path, name, entry, models) for name, entry in (document.get("pairs") or {}).items()}
+    return {name: _parse_pair(path, name, entry, document["models"]) for name, entry in document["pairs"].items()}
 
 
-@cache
 def load_texts(path: Path) -> Mapping[str, Text]:
     """Return the registered texts of a YAML file, by name."""
-    document = _read_yaml(path)
-    return {name: _build(Text, entry, f"{path}: text {name}") for name, entry in (document.get("texts") or {}).items()}
+    return {name: _build(Text, entry, f"{path}: text {name}") for name, entry in _read_yaml(path)["texts"].items()}
 
 
 def resolve_text(pair: Pair, text: str | None = None) -> str:
@@ -161,22 +166,32 @@ def resolve_text(pair: Pair, text: str | None = None) -> str:
     if source in registered:
         path = registered[source].path
         return path if "://" in path else str(project_root() / path)
-    if "://" not in source and not Path(source).expanduser().exists():
+    if "://" in source:
+        return source
+    own = Path(source).expanduser()
+    if text is None and not own.exists():
+        own = project_root() / own
+    if not own.exists():
         known = nearest(source, list(registered))
         raise PsdError(f"no text at {source} (from {Path.cwd()}), and no registered text of that name; {known}")
-    return source if "://" in source else str(Path(source).expanduser())
+    return str(own)
 
 
 def model_folder(model: str) -> Path | None:
-    """Return the local folder of a model, or None if the name is not one (and so names a hub repository)."""
+    """Return the local folder of a model, or None if the name is not one (and so names a hub repository).
+
+    A relative path is looked for in the working folder, then under the project root.
+    """
     given = Path(model).expanduser()
     if given.is_dir():
         return given
-    if not given.is_absolute():
-        registered = project_root() / model
-        if registered.is_dir():
-            return registered
-    return None
+    if given.is_absolute():
+        return None
+    try:
+        registered = project_root() / given
+    except PsdError:  # without a root the name can only be a hub repository's
+        return None
+    return registered if registered.is_dir() else None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -186,9 +201,13 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise PsdError(f"no registry at {path}") from error
     except yaml.YAMLError as error:
         raise PsdError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(document, dict):
-        raise PsdError(f"{path} must hold `pairs:` and may hold `texts:` and `models:`")
-    return document
+    parts = ("pairs", "texts", "models")
+    if not isinstance(document, dict) or any(not isinstance(document.get(part) or {}, dict) for part in parts):
+        raise PsdError(f"{path} must hold a mapping `pairs:`, and may hold `texts:` and `models:`, mappings as well")
+    for key in document:
+        if key not in parts:
+            raise PsdError(f"{path}: unknown key {key!r}; {nearest(str(key), list(parts))}")
+    return {part: document.get(part) or {} for part in parts}
 
 
 def _parse_pair(path: Path, name: str, entry: Any, models: Mapping[str, Any]) -> Pair:
@@ -199,30 +218,31 @@ def _parse_pair(path: Path, name: str, entry: Any, models: Mapping[str, Any]) ->
     for role in ("base", "derived"):
         if role not in values:
             raise PsdError(f"{where} has no `{role}`")
-        values[role] = _parse_member(where, values[role], models)
+        values[role] = _parse_member(f"{where}: {role}", values[role], models)
     if "facts" in values:
         values["facts"] = _build(ModelFacts, values["facts"], f"{where}: facts")
-    try:
-        return _build(Pair, {"name": name, **values}, where)
-    except PsdError as error:
-        raise PsdError(f"{where}: {error}" if where not in str(error) else str(error)) from error
+    return _build(Pair, {"name": name, **values}, where)
 
 
 def _parse_member(where: str, value: Any, models: Mapping[str, Any]) -> Member:
-    if isinstance(value, str) and value in models:
-        value = models[value]
-    if isinstance(value, dict):
-        return _build(Member, value, where)
     if isinstance(value, str):
-        return Member(value)
-    raise PsdError(f"{where}: a member is a name or a mapping, found {value!r}")
+        value = models.get(value, {"model": value})
+    member: Member = _build(Member, value, where)
+    return member
 
 
 def _build(kind: type, values: Any, where: str) -> Any:
-    known = [f.name for f in fields(kind)]
+    """Return `kind` made of a mapping; every error begins with `where`."""
     if not isinstance(values, dict):
         raise PsdError(f"{where} must be a mapping, found {values!r}")
+    known = [f.name for f in fields(kind)]
     for key in values:
         if key not in known:
             raise PsdError(f"{where}: unknown key {key!r}; {nearest(str(key), known)}")
-    return kind(**values)
+    for f in fields(kind):
+        if f.name not in values and f.default is MISSING and f.default_factory is MISSING:
+            raise PsdError(f"{where} has no `{f.name}`")
+    try:
+        return kind(**values)
+    except PsdError as error:
+        raise PsdError(f"{where}: {error}") from error
