@@ -1,6 +1,7 @@
 """The kernels in plain torch, for the CPU and any accelerator: tiles of tokens × vocabulary, never N × V in memory.
 
-Products and exponentials are float32 (float64 for float64 inputs); sums over tiles are float64.
+Products and exponentials are float32 (float64 for float64 inputs); sums over tiles are float64. Exponentials are
+powers of two, which torch computes several times faster than e^x on the CPU.
 """
 
 import math
@@ -8,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import linear
 
 from ..correction import Correction
 from .statistics import CorrectedMoments, HeadStatistics, Objective, Readout, interpolation
@@ -15,24 +17,27 @@ from .statistics import CorrectedMoments, HeadStatistics, Objective, Readout, in
 # Beyond this a bias is not multiplied into the exponentials, where e^b could leave float32's range.
 LARGEST_FACTOR_BIAS = 30.0
 
+_LOG2_E = math.log2(math.e)
+
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tokens and head rows of one tile."""
+    """Tokens and head rows of one tile, and the tokens (`span`) whose running sums are kept at once."""
 
     tokens: int
     rows: int
+    span: int
 
     @classmethod
     def choose(cls, device: torch.device, vocabulary: int, memory_budget: int | None = None) -> "Tiling":
         """Return tiles that stay in the caches of a CPU, or that keep an accelerator busy, within a budget in bytes."""
         if device.type == "cpu":
-            tokens, rows = 512, min(vocabulary, 2048)
+            tokens, rows, span = 256, min(vocabulary, 2048), 16384
         else:
-            tokens, rows = 4096, min(vocabulary, 16384)
+            tokens, rows, span = 4096, min(vocabulary, 16384), 32768
         if memory_budget is not None:
             tokens = max(1, min(tokens, memory_budget // (16 * rows)))
-        return cls(tokens, rows)
+        return cls(tokens, rows, max(tokens, span - span % tokens))
 
 
 def compute_dtype(hidden: torch.Tensor, head: torch.Tensor) -> torch.dtype:
@@ -41,33 +46,55 @@ def compute_dtype(hidden: torch.Tensor, head: torch.Tensor) -> torch.dtype:
 
 
 class Product:
-    """Tiles of readout(hidden @ headᵀ) with the head prepared once."""
+    """Tiles of readout(hidden @ headᵀ), each piece of the head prepared once for many tokens."""
 
     def __init__(self, hidden: torch.Tensor, head: torch.Tensor, readout: Readout) -> None:
         self.dtype = compute_dtype(hidden, head)
         self.readout = readout
         self.device = head.device
         self.vocabulary = head.shape[0]
+        self.head = head
         # half-precision tensor cores with float32 results exist on CUDA alone; elsewhere the product is float32
         self.half = head.dtype == hidden.dtype and head.dtype in (torch.bfloat16, torch.float16) and head.is_cuda
-        self.head = head if self.half else head.to(self.dtype)
+        # oneDNN's float32 product is two to four times faster than torch's default on some CPUs, never slower
+        on_cpu = self.dtype == torch.float32 and head.device.type == "cpu"
+        self.onednn = on_cpu and torch.backends.mkldnn.is_available()
 
-    def hidden_chunk(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return a chunk of hidden states where, and in the dtype in which, products are made."""
+    def states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return hidden states where, and in the dtype in which, products are made."""
         return hidden.to(self.device) if self.half else hidden.to(self.device, self.dtype)
 
-    def tile(self, hidden: torch.Tensor, rows: slice) -> torch.Tensor:
+    def rows(self, index: slice | torch.Tensor) -> "HeadRows":
+        """Return some rows of the head, ready for products."""
+        weight = self.head[index] if self.half else self.head[index].to(self.dtype)
+        return HeadRows(self, index, weight.to_mkldnn() if self.onednn and weight.numel() else weight)
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Some rows of the head, prepared."""
+
+    product: Product
+    index: slice | torch.Tensor
+    weight: torch.Tensor
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return logits [tokens, rows] in the compute dtype, a fresh tensor."""
-        if self.half:
-            product = torch.mm(hidden, self.head[rows].T, out_dtype=torch.float32)
+        if self.weight.shape[0] == 0:
+            product = states.new_empty(states.shape[0], 0, dtype=self.product.dtype)
+        elif self.product.half:
+            product = torch.mm(states, self.weight.T, out_dtype=torch.float32)
+        elif self.product.onednn:
+            product = linear(states.to_mkldnn(), self.weight).to_dense()
         else:
-            product = hidden @ self.head[rows].T
-        return self.readout.logits(product, rows)
+            product = states @ self.weight.T
+        return self.product.readout.logits(product, self.index)
 
 
-def _rounded(beta: float, dtype: torch.dtype) -> float:
-    """Return β as the compute dtype holds it, so that every term of a loss uses the same β."""
-    return float(torch.tensor(beta, dtype=dtype))
+def _exponent(beta: float, dtype: torch.dtype) -> tuple[float, float]:
+    """Return (β·log₂e as the compute dtype holds it, the β that this stands for): every term of a loss uses that β."""
+    exponent = float(torch.tensor(beta * _LOG2_E, dtype=dtype))
+    return exponent, beta if dtype == torch.float64 else exponent / _LOG2_E
 
 
 def _slices(n: int, size: int) -> Iterator[slice]:
@@ -80,30 +107,37 @@ def _finite(maximum: torch.Tensor) -> torch.Tensor:
     return maximum.masked_fill(torch.isinf(maximum), 0.0)
 
 
-def _gather_targets(logits: torch.Tensor, targets: torch.Tensor, rows: slice, out: torch.Tensor) -> None:
-    """Copy the logits of those targets that lie in this tile to `out`."""
-    local = targets - rows.start
-    inside = ((local >= 0) & (local < logits.shape[1])).nonzero()[:, 0]
-    out[inside] = logits[inside, local[inside]]
+def _gather_targets(logits: torch.Tensor, columns: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy the logits of those targets that lie in this tile to `out`; `columns` [tokens] counts from the tile."""
+    inside = ((columns >= 0) & (columns < logits.shape[1])).nonzero()[:, 0]
+    out[inside] = logits[inside, columns[inside]]
 
 
 @dataclass(frozen=True)
-class _SetColumns:
-    """Where the ids of a set lie in each tile of rows."""
+class _Partition:
+    """The vocabulary as the set, in its own order, followed by the rest, by ascending id."""
 
-    order: torch.Tensor  # places in the set, by ascending id
-    sorted_ids: torch.Tensor
+    ids: torch.Tensor
+    rest: torch.Tensor
+    place: torch.Tensor  # [vocabulary]: where a token lies, in the set (0 … K−1) or after it
 
     @classmethod
-    def of(cls, ids: torch.Tensor) -> "_SetColumns":
-        sorted_ids, order = torch.sort(ids)
-        return cls(order, sorted_ids)
+    def of(cls, ids: torch.Tensor, vocabulary: int) -> "_Partition":
+        outside = torch.ones(vocabulary, dtype=torch.bool, device=ids.device)
+        outside[ids] = False
+        rest = outside.nonzero()[:, 0]
+        place = torch.empty(vocabulary, dtype=torch.int64, device=ids.device)
+        place[ids] = torch.arange(ids.numel(), device=ids.device)
+        place[rest] = torch.arange(ids.numel(), vocabulary, device=ids.device)
+        return cls(ids, rest, place)
 
-    def within(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (places in the set, columns of the tile) of the ids that lie in `rows`."""
-        bounds = torch.tensor([rows.start, rows.stop], device=self.sorted_ids.device)
-        low, high = torch.searchsorted(self.sorted_ids, bounds).tolist()
-        return self.order[low:high], self.sorted_ids[low:high] - rows.start
+    def rest_tiles(self, product: Product, size: int) -> Iterator[tuple[HeadRows, torch.Tensor, int]]:
+        """Yield (head rows, their ids, the place of the first) over the rest of the vocabulary."""
+        for tile in _slices(self.rest.numel(), size):
+            ids = self.rest[tile]
+            contiguous = int(ids[-1]) - int(ids[0]) + 1 == ids.numel()
+            index = slice(int(ids[0]), int(ids[-1]) + 1) if contiguous else ids
+            yield product.rows(index), ids, self.ids.numel() + tile.start
 
 
 def head_statistics(
@@ -118,62 +152,96 @@ def head_statistics(
     """Return the statistics of DESIGN §3, float32 (float64 for float64 inputs), on the head's device."""
     product = Product(hidden, head, readout)
     dtype, device = product.dtype, product.device
-    n, k, nodes = hidden.shape[0], ids.numel(), betas.to(dtype).tolist()
-    ids, targets = ids.to(device), targets.to(device)
+    n, k, n_nodes = hidden.shape[0], ids.numel(), betas.numel()
+    ids = ids.to(device)
     tiling = Tiling.choose(device, product.vocabulary, memory_budget)
-    columns = _SetColumns.of(ids)
-    maximum = torch.empty(n, dtype=dtype, device=device)
-    target_logit = torch.empty(n, dtype=dtype, device=device)
+    partition = _Partition.of(ids, product.vocabulary)
+    places = partition.place[targets.to(device)]
+    nodes = _Nodes.of(betas, dtype, device)
     set_logits = torch.empty(n, k, dtype=dtype, device=device)
-    rest_log_sum = torch.empty(n, len(nodes), dtype=dtype, device=device)
-    rest_maximum = torch.empty(n, dtype=dtype, device=device)
-    rest_argmax = torch.empty(n, dtype=torch.int64, device=device)
-    for chunk in _slices(n, tiling.tokens):
-        h = product.hidden_chunk(hidden[chunk])
-        size = h.shape[0]
-        best = torch.full((size,), -math.inf, dtype=dtype, device=device)
-        best_id = torch.full((size,), -1, dtype=torch.int64, device=device)
-        sums = torch.zeros(len(nodes), size, dtype=torch.float64, device=device)
-        for rows in _slices(product.vocabulary, tiling.rows):
-            z = product.tile(h, rows)
-            _gather_targets(z, targets[chunk], rows, target_logit[chunk])
-            places, inside = columns.within(rows)
-            if places.numel():
-                set_logits[chunk, places] = z[:, inside]
-                z[:, inside] = -math.inf
-            tile_best, tile_id = z.max(dim=1)
-            better = tile_best > best
-            new_best = torch.where(better, tile_best, best)
-            best_id = torch.where(better, tile_id + rows.start, best_id)
-            shift = _finite(new_best)
-            z.sub_(shift[:, None])
-            decay = (best - shift).double()  # −inf before the first finite logit, when the sums are 0
-            best = new_best
-            buffer = torch.empty_like(z)
-            for j, beta in enumerate(nodes):
-                torch.mul(z, beta, out=buffer).exp_()
-                sums[j].mul_((beta * decay).exp()).add_(buffer.sum(dim=1))
-        top = best if k == 0 else torch.maximum(best, set_logits[chunk].max(dim=1).values)
-        maximum[chunk], rest_maximum[chunk], rest_argmax[chunk] = top, best - top, best_id
-        relative = (best - top).double()
-        for j, beta in enumerate(nodes):
-            rest_log_sum[chunk, j] = (sums[j].log() + beta * relative).to(dtype)
-        target_logit[chunk] -= top
-        set_logits[chunk] -= top[:, None]
-    places_of_targets = torch.full((product.vocabulary,), -1, dtype=torch.int64, device=device)
-    places_of_targets[ids] = torch.arange(k, device=device)
+    target_logit, rest_best, set_best = (torch.full((n,), -math.inf, dtype=dtype, device=device) for _ in range(3))
+    rest_id = torch.full((n,), -1, dtype=torch.int64, device=device)
+    rest_log_sum = torch.empty(n, n_nodes, dtype=dtype, device=device)
+    for span in _slices(n, tiling.span):
+        states = hidden[span].to(device)
+        sums = torch.zeros(n_nodes, states.shape[0], dtype=torch.float64, device=device)
+        for columns in _slices(k, tiling.rows):
+            rows = product.rows(ids[columns])
+            for chunk, at in _chunks(span, tiling.tokens):
+                z = rows.logits(product.states(states[chunk]))
+                set_logits[at, columns] = z
+                torch.maximum(set_best[at], z.amax(dim=1), out=set_best[at])
+                _gather_targets(z, places[at] - columns.start, target_logit[at])
+        for rows, tile_ids, first in partition.rest_tiles(product, tiling.rows):
+            for chunk, at in _chunks(span, tiling.tokens):
+                z = rows.logits(product.states(states[chunk]))
+                _gather_targets(z, places[at] - first, target_logit[at])
+                nodes.add(z, rest_best[at], rest_id[at], sums[:, chunk], tile_ids)
+        top = torch.maximum(rest_best[span], set_best[span])
+        rest_log_sum[span] = nodes.log_sums(sums, (rest_best[span] - top).double()).to(dtype)
+    maximum = torch.maximum(rest_best, set_best)
+    for span in _slices(n, tiling.span):
+        set_logits[span] -= maximum[span, None]
     return HeadStatistics(
         ids=ids,
-        betas=betas.to(dtype).double(),
+        betas=betas,
         maximum=maximum,
-        target_logit=target_logit,
-        target_index=places_of_targets[targets],
+        target_logit=target_logit - maximum,
+        target_index=places.masked_fill(places >= k, -1),
         set_logits=set_logits,
         rest_log_sum=rest_log_sum,
-        rest_maximum=rest_maximum,
-        rest_argmax=rest_argmax,
+        rest_maximum=rest_best - maximum,
+        rest_argmax=rest_id,
         vocabulary=product.vocabulary,
     )
+
+
+def _chunks(span: slice, tokens: int) -> Iterator[tuple[slice, slice]]:
+    """Yield the chunks of a span, as slices of the span and of the whole text."""
+    for chunk in _slices(span.stop - span.start, tokens):
+        yield chunk, slice(span.start + chunk.start, span.start + chunk.stop)
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """Running log Σ exp(β z) at several β."""
+
+    exponents: list[float]
+    betas: torch.Tensor  # the β for which `exponents` stand, float64 [J]
+    to_asked: torch.Tensor  # takes log sums from those β, within 1e-7 of them, to the ones asked for
+
+    @classmethod
+    def of(cls, betas: torch.Tensor, dtype: torch.dtype, device: torch.device) -> "_Nodes":
+        pairs = [_exponent(beta, dtype) for beta in betas.tolist()]
+        held = torch.tensor([beta for _, beta in pairs], dtype=torch.float64)
+        to_asked = torch.stack([interpolation(held, beta)[0] for beta in betas.tolist()], dim=1)
+        return cls([exponent for exponent, _ in pairs], held.to(device), to_asked.to(device))
+
+    def add(
+        self, z: torch.Tensor, best: torch.Tensor, best_id: torch.Tensor, sums: torch.Tensor, ids: torch.Tensor
+    ) -> None:
+        """Add a tile of logits, which is overwritten, to `sums` [J, tokens], relative to the maxima `best`."""
+        tile_best = z.amax(dim=1)
+        better = (tile_best > best).nonzero()[:, 0]
+        if better.numel():
+            best_id[better] = ids[z[better].argmax(dim=1)]
+        new_best = torch.maximum(best, tile_best)
+        shift = _finite(new_best)
+        decay = (best - shift).double()  # −inf before the first finite logit, when the sums are 0
+        best.copy_(new_best)
+        z.sub_(shift[:, None])
+        tile_sums = torch.empty(sums.shape, dtype=z.dtype, device=z.device)
+        powers = torch.empty_like(z)
+        for j, exponent in enumerate(self.exponents):
+            torch.mul(z, exponent, out=powers)
+            torch.sum(powers.exp2_(), dim=1, out=tile_sums[j])
+        sums.mul_((self.betas[:, None] * decay).exp_()).add_(tile_sums)
+
+    def log_sums(self, sums: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+        """Return log sums [tokens, J] float64 at the β asked for, relative to a maximum `distance` above."""
+        logs = (sums.log() + self.betas[:, None] * distance).T
+        identity = torch.eye(len(self.exponents), dtype=torch.float64, device=logs.device)
+        return logs + logs.masked_fill(torch.isinf(logs), 0.0) @ (self.to_asked - identity)
 
 
 class _Weights:
@@ -216,25 +284,27 @@ def corrected_losses(
         if any(corrections[i].bias.numel() for i in members)
     }
     losses = torch.empty(len(corrections), n, dtype=dtype, device=device)
-    for chunk in _slices(n, tiling.tokens):
-        h = product.hidden_chunk(hidden[chunk])
-        size = h.shape[0]
+    for span in _slices(n, tiling.span):
+        states = hidden[span].to(device)
+        size = states.shape[0]
         best = torch.full((size,), -math.inf, dtype=dtype, device=device)
         target = torch.empty(size, dtype=dtype, device=device)
         sums = {beta: torch.zeros(size, len(m), dtype=torch.float64, device=device) for beta, m in groups.items()}
-        for rows in _slices(product.vocabulary, tiling.rows):
-            z = product.tile(h, rows)
-            _gather_targets(z, targets[chunk], rows, target)
-            new_best = torch.maximum(best, z.max(dim=1).values)
-            shift = _finite(new_best)
-            z.sub_(shift[:, None])
-            decay = (best - shift).double()
-            best = new_best
-            buffer = z if len(groups) == 1 else torch.empty_like(z)
-            for beta in groups:
-                torch.mul(z, beta, out=buffer).exp_()
-                tile_sums = buffer @ weights[beta].factors[rows] if beta in weights else buffer.sum(dim=1, keepdim=True)
-                sums[beta].mul_((beta * decay).exp()[:, None]).add_(tile_sums)
+        for tile in _slices(product.vocabulary, tiling.rows):
+            rows = product.rows(tile)
+            for chunk, at in _chunks(span, tiling.tokens):
+                z = rows.logits(product.states(states[chunk]))
+                _gather_targets(z, targets[at] - tile.start, target[chunk])
+                new_best = torch.maximum(best[chunk], z.amax(dim=1))
+                shift = _finite(new_best)
+                z.sub_(shift[:, None])
+                decay = (best[chunk] - shift).double()
+                best[chunk] = new_best
+                powers = z if len(groups) == 1 else torch.empty_like(z)
+                for beta in groups:
+                    torch.mul(z, _exponent(beta, dtype)[0], out=powers).exp2_()
+                    tile_sums = powers @ weights[beta].factors[tile] if beta in weights else powers.sum(1, keepdim=True)
+                    sums[beta][chunk] = sums[beta][chunk] * (beta * decay).exp()[:, None] + tile_sums
         distance = (best - target).double()
         for beta, members in groups.items():
             log_sums = sums[beta].log() + (beta * distance)[:, None]
@@ -243,14 +313,14 @@ def corrected_losses(
             for column, i in enumerate(members):
                 # without any bias in its group a single column of plain sums serves every member
                 own = column if beta in weights else 0
-                losses[i, chunk] = (log_sums[:, own] - _target_bias(corrections[i], targets[chunk])).to(dtype)
+                losses[i, span] = (log_sums[:, own] - _target_bias(corrections[i], targets[span])).to(dtype)
     return losses
 
 
 def _group_by_beta(corrections: Sequence[Correction], dtype: torch.dtype) -> dict[float, list[int]]:
     groups: dict[float, list[int]] = {}
     for i, correction in enumerate(corrections):
-        groups.setdefault(_rounded(correction.beta, dtype), []).append(i)
+        groups.setdefault(_exponent(correction.beta, dtype)[1], []).append(i)
     return groups
 
 
@@ -264,6 +334,39 @@ def _target_bias(correction: Correction, targets: torch.Tensor) -> torch.Tensor 
     return torch.where(sorted_ids[at] == targets, bias, 0.0)
 
 
+@dataclass(frozen=True)
+class _Running:
+    """Of the rest of the vocabulary, token by token: largest logit m, Σ exp(β(z − m)) and Σ exp(β(z − m))(z − m)."""
+
+    best: torch.Tensor
+    sums: torch.Tensor
+    weighted: torch.Tensor
+
+    @classmethod
+    def empty(cls, size: int, dtype: torch.dtype, device: torch.device) -> "_Running":
+        zeros = torch.zeros(2, size, dtype=torch.float64, device=device)
+        return cls(torch.full((size,), -math.inf, dtype=dtype, device=device), zeros[0], zeros[1])
+
+    def at(self, chunk: slice) -> "_Running":
+        return _Running(self.best[chunk], self.sums[chunk], self.weighted[chunk])
+
+    def add(self, z: torch.Tensor, exponent: float, beta: float, masked: bool) -> None:
+        """Add a tile of logits, which is overwritten."""
+        new_best = torch.maximum(self.best, z.amax(dim=1))
+        shift = _finite(new_best)
+        decay = (self.best - shift).double()
+        scale = (beta * decay).exp()
+        self.weighted.add_(self.sums * decay.masked_fill(torch.isinf(decay), 0.0)).mul_(scale)
+        self.sums.mul_(scale)
+        self.best.copy_(new_best)
+        z.sub_(shift[:, None])
+        powers = torch.mul(z, exponent).exp2_()
+        self.sums.add_(powers.sum(dim=1))
+        if masked:
+            z.masked_fill_(torch.isinf(z), 0.0)  # a masked row has p = 0, and 0 · −inf is not 0
+        self.weighted.add_(powers.mul_(z).sum(dim=1))
+
+
 def corrected_moments(
     hidden: torch.Tensor,
     head: torch.Tensor,
@@ -274,52 +377,51 @@ def corrected_moments(
 ) -> CorrectedMoments:
     """Return the exact loss, Σ_n p(k) on the set and E_p[z], from one pass over the product."""
     product = Product(hidden, head, readout)
-    dtype, device = product.dtype, product.device
-    n, beta = hidden.shape[0], _rounded(correction.beta, dtype)
-    ids, bias, targets = correction.ids.to(device), correction.bias.to(device, dtype), targets.to(device)
+    dtype, device, masked = product.dtype, product.device, readout.masked is not None
+    n, k = hidden.shape[0], correction.ids.numel()
+    exponent, beta = _exponent(correction.beta, dtype)
+    targets = targets.to(device)
     tiling = Tiling.choose(device, product.vocabulary, memory_budget)
-    columns = _SetColumns.of(ids)
-    maximum = torch.empty(n, dtype=dtype, device=device)
-    target_logit, expected, nll = (torch.empty(n, dtype=dtype, device=device) for _ in range(3))
-    probability_sums = torch.zeros(ids.numel(), dtype=torch.float64, device=device)
+    partition = _Partition.of(correction.ids.to(device), product.vocabulary)
+    places = partition.place[targets]
     target_bias = _target_bias(correction, targets)
-    largest = max(0.0, float(bias.max())) if bias.numel() else 0.0
-    for chunk in _slices(n, tiling.tokens):
-        h = product.hidden_chunk(hidden[chunk])
-        size = h.shape[0]
-        best = torch.full((size,), -math.inf, dtype=dtype, device=device)
-        sums = torch.zeros(size, dtype=torch.float64, device=device)
-        weighted = torch.zeros(size, dtype=torch.float64, device=device)
-        set_logits = torch.empty(size, ids.numel(), dtype=dtype, device=device)
-        for rows in _slices(product.vocabulary, tiling.rows):
-            z = product.tile(h, rows)
-            _gather_targets(z, targets[chunk], rows, target_logit[chunk])
-            places, inside = columns.within(rows)
-            set_logits[:, places] = z[:, inside]
-            new_best = torch.maximum(best, z.max(dim=1).values)
-            shift = _finite(new_best)
-            z.sub_(shift[:, None])
-            decay = (best - shift).double()
-            scale = (beta * decay).exp()
-            # Σ p·(z − new maximum) from Σ p·(z − old maximum)
-            weighted.add_(sums * decay.masked_fill(torch.isinf(decay), 0.0)).mul_(scale)
-            sums.mul_(scale)
-            best = new_best
-            p = torch.mul(z, beta)
-            p[:, inside] += bias[places]
-            p.sub_(largest).exp_()
-            sums.add_(p.sum(dim=1))
-            if readout.masked is not None:
-                z.masked_fill_(torch.isinf(z), 0.0)  # a masked row has p = 0, and 0 · −inf is not 0
-            weighted.add_(p.mul_(z).sum(dim=1))
-        maximum[chunk] = best
-        target_logit[chunk] -= best
-        expected[chunk] = (weighted / sums).to(dtype)
-        log_sum = sums.log() + largest
-        loss = log_sum - beta * target_logit[chunk].double()
-        nll[chunk] = (loss - (target_bias[chunk] if isinstance(target_bias, torch.Tensor) else 0.0)).to(dtype)
-        shifted = set_logits.sub_(best[:, None]).mul_(beta).add_(bias).sub_(log_sum.to(dtype)[:, None])
-        probability_sums += shifted.exp_().sum(dim=0)
+    set_rows = product.rows(partition.ids)
+    exponent_bias = (correction.bias.to(device).double() * _LOG2_E).to(dtype)
+    maximum, target_logit, expected, nll = (torch.empty(n, dtype=dtype, device=device) for _ in range(4))
+    probability_sums = torch.zeros(k, dtype=torch.float64, device=device)
+    for span in _slices(n, tiling.span):
+        states = hidden[span].to(device)
+        rest = _Running.empty(states.shape[0], dtype, device)
+        for rows, _, first in partition.rest_tiles(product, tiling.rows):
+            for chunk, at in _chunks(span, tiling.tokens):
+                z = rows.logits(product.states(states[chunk]))
+                _gather_targets(z, places[at] - first, target_logit[at])
+                rest.at(chunk).add(z, exponent, beta, masked)
+        # the whole set at once: its probabilities need the sum over everything, which is known only now
+        for chunk, at in _chunks(span, max(1, min(tiling.tokens, tiling.tokens * tiling.rows // max(k, 1)))):
+            here = rest.at(chunk)
+            z = set_rows.logits(product.states(states[chunk]))
+            _gather_targets(z, places[at], target_logit[at])
+            top = torch.maximum(here.best, z.amax(dim=1)) if k else here.best
+            z.sub_(top[:, None])
+            powers = torch.add(exponent_bias, z, alpha=exponent)
+            shift = _finite(powers.amax(dim=1)) if k else torch.zeros_like(top)
+            powers.sub_(shift[:, None]).exp2_()
+            distance = (here.best - top).double()
+            log_rest = here.sums.log() + beta * distance
+            log_shift = shift.double() / _LOG2_E
+            log_sum = torch.logaddexp(log_rest, powers.sum(dim=1).double().log() + log_shift)
+            probability_sums += (log_shift - log_sum).exp().to(dtype) @ powers
+            if masked:
+                z.masked_fill_(torch.isinf(z), 0.0)
+            rest_expected = (here.weighted / here.sums + distance).nan_to_num(nan=0.0, neginf=0.0)
+            set_expected = powers.mul_(z).sum(dim=1).double() * (log_shift - log_sum).exp()
+            expected[at] = ((log_rest - log_sum).exp() * rest_expected + set_expected).to(dtype)
+            maximum[at] = top
+            target_logit[at] -= top
+            nll[at] = (log_sum - beta * target_logit[at].double()).to(dtype)
+    if isinstance(target_bias, torch.Tensor):
+        nll = (nll.double() - target_bias).to(dtype)
     return CorrectedMoments(nll, probability_sums, expected, target_logit, maximum)
 
 
@@ -327,14 +429,15 @@ def fit_objective(statistics: HeadStatistics, beta: float, bias: torch.Tensor) -
     """Return the mean loss and gradient at (β, b) from statistics, in chunks of tokens; the same bits every time."""
     s = statistics
     n, dtype, device = len(s), s.set_logits.dtype, s.set_logits.device
-    beta = _rounded(beta, dtype)
-    values, slopes = (weights.to(device) for weights in interpolation(s.betas, beta))
-    b = bias.to(device, dtype)
+    exponent, beta = _exponent(beta, dtype)
+    low, high = s.beta_range
+    values, slopes = (weights.to(device) for weights in interpolation(s.betas, min(max(beta, low), high)))
+    exponent_bias = (bias.to(device).double() * _LOG2_E).to(dtype)
     empty = s.rest_is_empty
     loss = torch.zeros((), dtype=torch.float64, device=device)
     slope = torch.zeros((), dtype=torch.float64, device=device)
-    gradient = torch.zeros(b.numel(), dtype=torch.float64, device=device)
-    for chunk in _slices(n, max(64, 2**20 // max(1, b.numel()))):
+    gradient = torch.zeros(bias.numel(), dtype=torch.float64, device=device)
+    for chunk in _slices(n, max(16, _cached(device) // max(1, bias.numel()))):
         z = s.set_logits[chunk]
         if empty:
             rest = torch.full((z.shape[0],), -math.inf, dtype=torch.float64, device=device)
@@ -342,25 +445,31 @@ def fit_objective(statistics: HeadStatistics, beta: float, bias: torch.Tensor) -
         else:
             log_sums = s.rest_log_sum[chunk].double()
             rest, rest_slope = log_sums @ values, log_sums @ slopes
-        corrected = torch.mul(z, beta).add_(b)
-        top = rest if b.numel() == 0 else torch.maximum(rest, corrected.max(dim=1).values.double())
-        p = corrected.sub_(top.to(dtype)[:, None]).exp_()
-        # the float32 rounding of `top` is made good in the rest, so that both use the same reference
-        top = top.to(dtype).double()
+        powers = torch.add(exponent_bias, z, alpha=exponent)
+        # in powers of two, as the compute dtype holds it, so that the set and the rest use the same reference
+        top = (rest * _LOG2_E).to(dtype)
+        if bias.numel():
+            top = torch.maximum(top, powers.amax(dim=1))
+        powers.sub_(top[:, None]).exp2_()
+        top = top.double() / _LOG2_E
         rest_weight = (rest - top).exp()
-        total = p.sum(dim=1).double() + rest_weight
+        total = powers.sum(dim=1).double() + rest_weight
         loss += (total.log() + top).sum()
-        p.div_(total.to(dtype)[:, None])
-        gradient += p.sum(dim=0)
-        expected = p.mul_(z).sum(dim=1).double()
-        slope += (expected + rest_weight / total * rest_slope).sum()
+        gradient += total.reciprocal().to(dtype) @ powers
+        expected = powers.mul_(z).sum(dim=1).double()
+        slope += ((expected + rest_weight * rest_slope) / total).sum()
     target_sum = s.target_logit.double().sum()
     counts = s.target_counts().double()
     return Objective(
-        loss=float((loss - beta * target_sum - counts @ b.double()) / n),
+        loss=float((loss - beta * target_sum - counts @ (exponent_bias.double() / _LOG2_E)) / n),
         gradient_beta=float((slope - target_sum) / n),
         gradient_bias=(gradient - counts) / n,
     )
+
+
+def _cached(device: torch.device) -> int:
+    """Return how many numbers one step of a fit works on: what a CPU's caches hold, more on an accelerator."""
+    return 2**18 if device.type == "cpu" else 2**26
 
 
 class FixedBetaObjective:
@@ -368,25 +477,33 @@ class FixedBetaObjective:
 
     def __init__(self, statistics: HeadStatistics, beta: float) -> None:
         s = statistics
-        self.n, device = len(s), s.set_logits.device
-        beta = _rounded(beta, s.set_logits.dtype)
-        values, _ = interpolation(s.betas, beta)
+        self.n, device, dtype = len(s), s.set_logits.device, s.set_logits.dtype
+        exponent, beta = _exponent(beta, dtype)
+        low, high = s.beta_range
+        values, _ = interpolation(s.betas, min(max(beta, low), high))
         rest = s.rest_log_sum.double() @ values.to(device)
         if s.rest_is_empty:
             rest = torch.full_like(rest, -math.inf)
-        normaliser = torch.logaddexp(rest, (s.set_logits * beta).logsumexp(dim=1).double())
+        self.probabilities = torch.empty_like(s.set_logits)
+        normaliser = torch.empty_like(rest)
+        self.step = max(16, _cached(device) // max(1, s.ids.numel()))
+        for chunk in _slices(self.n, self.step):
+            powers = torch.mul(s.set_logits[chunk], exponent, out=self.probabilities[chunk]).exp2_()
+            normaliser[chunk] = torch.logaddexp(rest[chunk], powers.sum(dim=1).double().log())
+            powers.mul_((-normaliser[chunk]).exp().to(dtype)[:, None])
         self.rest = (rest - normaliser).exp()
-        self.probabilities = torch.mul(s.set_logits, beta).sub_(normaliser.to(s.set_logits)[:, None]).exp_()
         self.constant = float((normaliser - beta * s.target_logit.double()).sum())
         self.counts = s.target_counts().double()
 
     def __call__(self, bias: torch.Tensor) -> tuple[float, torch.Tensor]:
         """Return the mean loss and its gradient float64 [K] at `bias` float64 [K]."""
-        p = self.probabilities
-        factors = bias.to(p.device).exp().to(p)
-        total = (p @ factors).double() + self.rest
+        factors = bias.to(self.counts.device).exp().to(self.probabilities)
         gradient = torch.zeros_like(self.counts)
-        for chunk in _slices(self.n, 4096):
-            gradient += total[chunk].reciprocal().to(p) @ p[chunk]
-        loss = float(total.log().sum()) + self.constant - float(self.counts @ factors.double().log())
-        return loss / self.n, ((gradient * factors - self.counts) / self.n).cpu()
+        loss = torch.zeros((), dtype=torch.float64, device=gradient.device)
+        for chunk in _slices(self.n, self.step):
+            p = self.probabilities[chunk]  # read from memory once for both products
+            total = (p @ factors).double() + self.rest[chunk]
+            loss += total.log().sum()
+            gradient += total.reciprocal().to(p) @ p
+        mean = (float(loss) + self.constant - float(self.counts @ factors.double().log())) / self.n
+        return mean, ((gradient * factors - self.counts) / self.n).cpu()

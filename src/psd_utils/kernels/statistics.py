@@ -27,7 +27,7 @@ class Readout:
     softcap: float | None = None
     masked: torch.Tensor | None = None
 
-    def logits(self, product: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
+    def logits(self, product: torch.Tensor, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
         """Turn `product` [tokens, rows] into logits, in place where it can, and return it."""
         if self.bias is not None:
             product = product.add_(self.bias[rows].to(product))
