@@ -72,6 +72,11 @@ def fit_correction(
         raise PsdError(f"a correction of kind {kind!r} needs a set of ids, and these statistics have none")
     if len(statistics) == 0:
         raise PsdError("there are no tokens to fit on")
+    low, high = _beta_interval(statistics)
+    if kind not in ("temperature", "bias_temperature") and not low <= 1.0 <= high:
+        raise PsdError(
+            f"a correction of kind {kind!r} has β = 1, outside the nodes of these statistics, {low:g} to {high:g}"
+        )
     if kind == "none":
         loss = fit_objective(statistics, 1.0, torch.zeros(statistics.ids.shape)).loss
         return Fit(Correction.identity(), Convergence("closed_form", 0, 0.0, loss), kind, 0.0)
@@ -116,11 +121,11 @@ def _fit_prior_ratio(statistics: HeadStatistics) -> Fit:
     return Fit(Correction(statistics.ids, bias), Convergence(status, 0, 0.0, loss), "prior_ratio", 0.0)
 
 
-def prior_ratio(statistics: HeadStatistics) -> torch.Tensor:
-    """Return log(count_k / Σ_n p(k)), float64 [K], within ±20."""
+def prior_ratio(statistics: HeadStatistics, beta: float = 1.0) -> torch.Tensor:
+    """Return log(count_k / Σ_n p(k)) for the model at β, float64 [K], within ±20."""
     zero = torch.zeros(statistics.ids.shape, dtype=torch.float64)
     frequencies = statistics.target_counts().double().cpu() / len(statistics)
-    probabilities = fit_objective(statistics, 1.0, zero).gradient_bias.cpu() + frequencies
+    probabilities = fit_objective(statistics, beta, zero).gradient_bias.cpu() + frequencies
     return (frequencies.log() - probabilities.log()).nan_to_num(nan=0.0).clamp(-BIAS_BOUND, BIAS_BOUND)
 
 
@@ -148,15 +153,25 @@ class _Problem:
         return result.x, int(result.nfev)
 
 
-def _fit_bias(statistics: HeadStatistics, kind: str, penalty: float, start: Correction | None) -> Fit:
+def _fit_bias(
+    statistics: HeadStatistics,
+    kind: str,
+    penalty: float,
+    start: Correction | None,
+    evaluate: FixedBetaObjective | None = None,
+) -> Fit:
+    """Fit a bias, and β for `bias_temperature`; `evaluate` is the objective at β = 1 where a caller has made it."""
     with_beta = kind == "bias_temperature"
     frequencies = statistics.target_counts().double().cpu().numpy() / len(statistics)
     # an id that never occurs has no curvature of its own; half a count keeps the scaling finite
     root = np.sqrt(np.maximum(frequencies, 0.5 / len(statistics)) + penalty)
-    problem = _joint_problem(statistics, penalty, root) if with_beta else _bias_problem(statistics, penalty, root)
-    bias = prior_ratio(statistics) if start is None else _bias_on(statistics, start)
+    if with_beta:
+        problem = _joint_problem(statistics, penalty, root)
+    else:
+        problem = _bias_problem(evaluate or FixedBetaObjective(statistics, 1.0), penalty, root)
     low, high = _beta_interval(statistics)
     beta = min(max(1.0 if start is None else start.beta, low), high)
+    bias = prior_ratio(statistics, beta) if start is None else _bias_on(statistics, start)
     x = np.concatenate(([beta], bias.numpy())) if with_beta else bias.numpy()
     precise = statistics.set_logits.dtype == torch.float64
     x, evaluations = problem.solve(x * problem.scale, precise)
@@ -197,9 +212,7 @@ def _finish(
     return Fit(correction, Convergence(status, evaluations, largest, end.loss), kind, penalty)
 
 
-def _bias_problem(statistics: HeadStatistics, penalty: float, root: np.ndarray) -> _Problem:
-    evaluate = FixedBetaObjective(statistics, 1.0)
-
+def _bias_problem(evaluate: FixedBetaObjective, penalty: float, root: np.ndarray) -> _Problem:
     def objective(u: np.ndarray) -> tuple[float, np.ndarray]:
         b = u / root
         loss, gradient = evaluate(torch.from_numpy(b))
@@ -253,7 +266,8 @@ def fits_with_penalties(statistics: HeadStatistics, kind: str) -> list[Fit]:
     if kind not in FITTED_BIAS_KINDS:
         return [fit_correction(statistics, kind)]
     fits: list[Fit] = []
+    evaluate = None if kind == "bias_temperature" else FixedBetaObjective(statistics, 1.0)
     for penalty in sorted(PENALTIES, reverse=True):
         start = fits[-1].correction if fits else None
-        fits.append(fit_correction(statistics, kind, penalty, start))
+        fits.append(_fit_bias(statistics, kind, penalty, start, evaluate))
     return fits

@@ -123,12 +123,12 @@ class _Sums:
                 columns[str(correction)] = indexed["loss_sum"].to_numpy(dtype=np.float64)
             return columns
 
+        columns_of_base = by_correction(base, "the base")
+        columns_of_derived = by_correction(derived, "the derived model")
         by_seed = {
             int(str(seed)): by_correction(part, f"damaged model {seed}")
             for seed, part in damaged.groupby("damage_seed", sort=True)
         }
-        columns_of_base = by_correction(base, "the base")
-        columns_of_derived = by_correction(derived, "the derived model")
         corrections = [c for c in columns_of_derived if c in columns_of_base and c != "none"]
         return cls(
             reference.to_numpy(dtype=np.float64),
