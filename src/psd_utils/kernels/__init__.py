@@ -1,8 +1,12 @@
 """The passes over hidden × headᵀ, each behind one typed function that picks an implementation and says why."""
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -49,18 +53,38 @@ class Backend:
     module: ModuleType
 
 
-def choose_backend(head: torch.Tensor, name: str = "auto") -> Backend:
-    """Return the implementation for a head's device, or the one asked for by name.
+def choose_backend(head: torch.Tensor, name: str = "auto", hidden: torch.Tensor | None = None) -> Backend:
+    """Return the implementation for a head's (or statistics') device and dtype, or the one asked for by name.
 
     Raises:
-        PsdError: no implementation has that name.
+        PsdError: no implementation has that name, or Triton was asked for where it cannot run.
     """
     modules = {"reference": reference, "chunked": chunked}
     if name in modules:
         return Backend(name, "asked for by name", modules[name])
-    if name != "auto":
-        raise PsdError(f"no kernels named {name!r}; known: auto, {', '.join(modules)}")
-    return Backend("chunked", f"torch tiles serve {head.device.type}", chunked)
+    if name not in ("auto", "triton"):
+        raise PsdError(f"no kernels named {name!r}; known: auto, {', '.join(modules)}, triton")
+    obstacle = _obstacle_to_triton(head, hidden)
+    if obstacle is None:
+        reason = "asked for by name" if name == "triton" else f"Triton {version('triton')} serves {head.device}"
+        return Backend("triton", reason, import_module(".triton", __name__))
+    if name == "triton":
+        raise PsdError(f"the Triton kernels cannot run: {obstacle}")
+    return Backend("chunked", f"torch tiles on {head.device}, since {obstacle}", chunked)
+
+
+def _obstacle_to_triton(head: torch.Tensor, hidden: torch.Tensor | None) -> str | None:
+    """Return why the Triton kernels cannot run on these tensors, or None."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if head.device.type != "cuda" and not interpreted:
+        return f"Triton needs a CUDA device and these tensors are on {head.device}"
+    if torch.float64 in (head.dtype, head.dtype if hidden is None else hidden.dtype):
+        return "the Triton kernels are float32 and these tensors float64"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if not interpreted and torch.cuda.get_device_capability(head.device) < (8, 0):
+        return f"the Triton kernels need compute capability 8.0 and {head.device} has less"
+    return None
 
 
 def head_statistics(
@@ -82,7 +106,7 @@ def head_statistics(
         ids: the set of the correction, int64 [K], distinct, in any order.
         betas: values of β for the rest of the vocabulary; None: 20 points in log β on [0.4, 2.5].
         readout: head bias, scale, soft-capping and masked rows.
-        backend: "auto", "chunked" or "reference" (float64, N × V in memory).
+        backend: "auto", "triton", "chunked" or "reference" (float64, N × V in memory).
 
     Raises:
         PsdError: shapes, ids or targets that do not fit; a NaN or infinite hidden state.
@@ -97,7 +121,7 @@ def head_statistics(
     betas = chebyshev_betas(*DEFAULT_BETA_RANGE) if betas is None else betas.double().cpu()
     if betas.ndim != 1 or betas.numel() == 0 or bool((betas <= 0).any()) or bool((betas.diff() <= 0).any()):
         raise PsdError("betas must be positive and ascending")
-    chosen = choose_backend(head, backend)
+    chosen = choose_backend(head, backend, hidden)
     _LOG.debug("head_statistics by %s: %s", chosen.name, chosen.reason)
     result: HeadStatistics = chosen.module.head_statistics(hidden, head, targets, ids, betas, readout)
     return result
@@ -110,6 +134,7 @@ def corrected_losses(
     corrections: Sequence[Correction | None],
     *,
     readout: Readout | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """Return exact losses under several corrections from one pass, nats, [corrections, tokens].
 
@@ -126,6 +151,8 @@ def corrected_losses(
     column: list[int] = []
     identity: int | None = None
     for correction in corrections:
+        if correction is not None:
+            check_ids(correction.ids, head.shape[0])
         unchanged = correction is None or correction.is_identity
         if unchanged and identity is not None:
             column.append(identity)
@@ -134,18 +161,8 @@ def corrected_losses(
             identity = len(plain)
         column.append(len(plain))
         plain.append(Correction.identity() if correction is None or unchanged else correction)
-        check_ids(plain[-1].ids, head.shape[0])
-    # a bias so large that e^b leaves float32's range is applied to the logits instead, one correction a pass
-    limit = chunked.LARGEST_FACTOR_BIAS
-    large = [bool((c.bias[torch.isfinite(c.bias)].abs() > limit).any()) for c in plain]
-    dtype = chunked.compute_dtype(hidden, head)
-    losses = torch.empty(len(plain), hidden.shape[0], dtype=dtype, device=head.device)
-    small = [i for i, is_large in enumerate(large) if not is_large]
-    if small:
-        losses[small] = chunked.corrected_losses(hidden, head, targets, [plain[i] for i in small], readout)
-    for i, is_large in enumerate(large):
-        if is_large:
-            losses[i] = chunked.corrected_moments(hidden, head, targets, plain[i], readout).nll
+    module = choose_backend(head, backend, hidden).module
+    losses: torch.Tensor = module.corrected_losses(hidden, head, targets, plain, readout)
     return losses[column]
 
 
@@ -185,7 +202,7 @@ def corrected_moments(
     check_inputs(hidden, head, targets, readout)
     check_finite(hidden)
     check_ids(correction.ids, head.shape[0])
-    module = choose_backend(head, backend).module
+    module = choose_backend(head, backend, hidden).module
     result: CorrectedMoments = module.corrected_moments(hidden, head, targets, correction, readout)
     return result
 

@@ -1,5 +1,7 @@
 """The definition of every kernel, in float64, in the plainest form: slow, N × V in memory, and the truth in tests."""
 
+from collections.abc import Sequence
+
 import torch
 
 from ..correction import Correction
@@ -57,6 +59,17 @@ def corrected_moments(
         target_logit=relative.gather(1, targets[:, None])[:, 0],
         maximum=maximum,
     )
+
+
+def corrected_losses(
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    targets: torch.Tensor,
+    corrections: Sequence[Correction],
+    readout: Readout,
+) -> torch.Tensor:
+    """Return the exact losses [C, N] of the corrected models, in float64."""
+    return torch.stack([corrected_moments(hidden, head, targets, c, readout).nll for c in corrections])
 
 
 def fit_objective(statistics: HeadStatistics, beta: float, bias: torch.Tensor) -> Objective:
