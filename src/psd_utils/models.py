@@ -1,6 +1,7 @@
 """A member -> a loaded model whose final states and head reproduce its own logits, or an error that says why not."""
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from .errors import PsdError, nearest
 from .files import sha256_of_file
@@ -18,6 +19,7 @@ from .pairs import DTYPES, Member, ModelFacts, model_folder
 _LOG = logging.getLogger(__name__)
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 _IDENTITY_SUFFIXES = {".safetensors", ".json", ".txt", ".model"}
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ def choose_device(device: str = "auto", dtype: str | None = None) -> Device:
     if dtype is not None and dtype not in DTYPES:
         raise PsdError(f"dtype {dtype!r}: {nearest(dtype, list(DTYPES))}")
     dtype_name = dtype or ("bfloat16" if chosen.type == "cuda" else "float32")
-    return Device(chosen, getattr(torch, dtype_name), f"{name}: {why}; {dtype_name}: {'asked for' if dtype else why}")
+    dtype_why = "asked for" if dtype else f"the default on {chosen.type}"
+    return Device(chosen, getattr(torch, dtype_name), f"{name}: {why}; {dtype_name}: {dtype_why}")
 
 
 @dataclass(frozen=True)
@@ -119,22 +122,33 @@ def _download(name: str, revision: str | None, role: str) -> tuple[Path, dict[st
 
 
 def load_tokenizer(source: Source) -> Any | None:
-    """Return the member's tokenizer, or None if its files have none."""
-    if not any((source.folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    """Return the member's tokenizer, or None if its files have none.
+
+    Where there is a tokenizer.json, it alone decides. transformers' own choice may be a class that keeps the
+    vocabulary and replaces the rule by which a text is split, so that the ids differ without a word.
+    """
+    if not any((source.folder / name).is_file() for name in _VOCABULARIES):
         return None
+    kind = PreTrainedTokenizerFast if (source.folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise PsdError(f"the tokenizer of {source.member.label} cannot be loaded: {error}") from error
+        return kind.from_pretrained(source.folder, trust_remote_code=False)
+    except Exception as error:  # each kind of tokenizer fails in its own way
+        raise PsdError(f"the tokenizer of {source.member.label} cannot be loaded: {_brief(error)}") from error
 
 
 def load_config(source: Source) -> Any:
     """Return the text part of the member's configuration."""
     try:
         config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise PsdError(f"the configuration of {source.member.label} cannot be loaded: {error}") from error
+    except Exception as error:  # each configuration fails in its own way
+        raise PsdError(f"the configuration of {source.member.label} cannot be loaded: {_brief(error)}") from error
     return config.get_text_config()
+
+
+def _brief(error: Exception) -> str:
+    """Return the beginning of an error's text on one line, with its kind where the text may not speak for itself."""
+    text = " ".join(str(error).split())
+    return text[:300] if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text[:300]}"
 
 
 def longest_context(config: Any) -> int | None:
@@ -177,9 +191,10 @@ def load_model(source: Source, device: Device) -> LoadedModel:
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # so that they are reported below, by name
             )
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise PsdError(f"{label} cannot be loaded: {error}") from error
+        except Exception as error:  # each architecture fails in its own way
+            raise PsdError(f"{label} cannot be loaded: {_brief(error)}") from error
     model, info = loaded
     _check_loading(label, model, info)
     if source.adapter_folder:
@@ -198,22 +213,65 @@ def _check_loading(label: str, model: Any, info: dict[str, Any]) -> None:
             f"{label}: the weights have no {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}; "
             "they would be random numbers, so nothing is scored"
         )
-    mismatched = info.get("mismatched_keys") or ()
+    mismatched = sorted(info.get("mismatched_keys") or ())
     if mismatched:
-        raise PsdError(f"{label}: weights of another shape than the configuration says: {sorted(map(str, mismatched))}")
+        found = [f"{name} is {tuple(found)}, expected {tuple(expected)}" for name, found, expected in mismatched[:5]]
+        raise PsdError(f"{label}: weights of another shape than the configuration says: {'; '.join(found)}")
     unexpected = sorted(info.get("unexpected_keys", ()))
     if unexpected:
         _LOG.warning("%s: weights that the architecture does not use: %s", label, ", ".join(unexpected[:5]))
 
 
 def _merge_adapter(model: Any, source: Source, dtype: torch.dtype) -> Any:
+    """Return the float32 `model` with the adapter merged into it, in `dtype`; it predicts what the adapter did."""
     from peft import PeftModel
 
-    try:
-        merged = PeftModel.from_pretrained(model, str(source.adapter_folder)).merge_and_unload()
-    except (ValueError, RuntimeError, OSError, KeyError) as error:
-        raise PsdError(f"adapter {source.member.adapter} does not fit {source.member.model}: {error}") from error
+    what = f"adapter {source.member.adapter} does not fit {source.member.model}"
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and head.weight is embedding.weight:
+        # an adapter on one of the two must not be merged into the other
+        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    with _quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            adapted = PeftModel.from_pretrained(model, str(source.adapter_folder)).eval()
+            # a second time for its list of keys, which from_pretrained keeps to itself
+            keys = adapted.load_adapter(str(source.adapter_folder), "default")
+            before = _probe(adapted)
+            merged = adapted.merge_and_unload()
+        except Exception as error:  # each kind of adapter fails in its own way
+            raise PsdError(f"{what}: {_brief(error)}") from error
+    strangers = sorted([*keys.missing_keys, *keys.unexpected_keys])
+    if strangers:
+        raise PsdError(
+            f"{what}: only one of the two has {', '.join(strangers[:3])}{' …' if len(strangers) > 3 else ''}; "
+            "is this the base that the adapter was trained on?"
+        )
+    difference = _relative_difference(before, _probe(merged))
+    if not difference <= 1e-4:
+        raise PsdError(f"{what}: merging it changes the logits (relative difference {difference:.2g})")
+    head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
+    if head is not None and torch.equal(head.weight, embedding.weight):
+        head.weight = embedding.weight
     return merged.to(dtype)
+
+
+@torch.inference_mode()
+def _probe(model: Any) -> torch.Tensor:
+    """Return a model's own logits, float32 [tokens, rows], on a few tokens."""
+    ids = _probe_ids(model)
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
+
+
+def _probe_ids(model: Any) -> torch.Tensor:
+    embedding = model.get_input_embeddings().weight
+    return torch.arange(8, device=embedding.device)[None, :] % embedding.shape[0]
+
+
+def _relative_difference(logits: torch.Tensor, ours: torch.Tensor) -> float:
+    """Return the largest difference over the largest logit; where both are NaN they agree."""
+    logits, ours = logits.nan_to_num(), ours.nan_to_num()
+    return float((logits - ours).abs().max() / logits.abs().max().clamp(min=1.0))
 
 
 def _split_at_head(label: str, model: Any, stored_dtype: str) -> LoadedModel:
@@ -242,11 +300,9 @@ def _split_at_head(label: str, model: Any, stored_dtype: str) -> LoadedModel:
 @torch.inference_mode()
 def _check_reproduction(label: str, model: Any, loaded: LoadedModel) -> None:
     """Compare readout(states @ headᵀ) with the model's own logits on a few tokens."""
-    n_ids = min(loaded.head.shape[0], model.get_input_embeddings().weight.shape[0])
-    ids = torch.arange(8, device=loaded.head.device)[None, :] % n_ids
-    mask = torch.ones_like(ids)
-    own = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0].float()
-    states = loaded.states(ids, mask)[0]
+    ids = _probe_ids(model)
+    own = _probe(model)
+    states = loaded.states(ids, torch.ones_like(ids))[0]
     ours = loaded.readout.logits((states @ loaded.head.T).float())
     if own.shape != ours.shape:
         raise PsdError(
@@ -254,11 +310,11 @@ def _check_reproduction(label: str, model: Any, loaded: LoadedModel) -> None:
         )
     # half precision rounds the model's own logits; float32 must agree closely
     tolerance = 1e-4 if loaded.head.dtype == torch.float32 else 3e-2
-    error = float((own - ours).abs().max() / own.abs().max().clamp(min=1.0))
-    if not error <= tolerance:
+    difference = _relative_difference(own, ours)
+    if not difference <= tolerance:
         raise PsdError(
             f"{label} ({type(model).__name__}): its logits are not head · final state (relative difference "
-            f"{error:.2g}); this output layer cannot be reproduced, so it is not scored"
+            f"{difference:.2g}); this output layer cannot be reproduced, so it is not scored"
         )
 
 
