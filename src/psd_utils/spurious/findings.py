@@ -181,7 +181,7 @@ def law_findings(table: pd.DataFrame, base: ArmResult | None = None) -> Findings
         table: from laws.sweep.
         base: the model arm, whose runs join the recovery-level law.
     """
-    means = {axis: part.set_index("value") for axis, part in cell_means(table).groupby("axis")}
+    means = {axis: part.set_index("value") for axis, part in cell_means(table).groupby("setting")}
     found: dict[str, np.ndarray] = {}
 
     def has(axis: str, values: Sequence[float]) -> bool:
@@ -214,7 +214,7 @@ def law_findings(table: pd.DataFrame, base: ArmResult | None = None) -> Findings
         for name, fit in depth(table).items():
             found[f"depth.{name}"], found[f"depth.{name}_r2"] = _one(fit.slope), _one(fit.r2)
         if "dose" in means:
-            runs = table[table["axis"].isin(["alpha", "n_new", "dose"])]
+            runs = table[table["setting"].isin(["alpha", "n_new", "dose"])]
             runs = runs if base is None else pd.concat([runs, base.summary()], ignore_index=True)
             law = withdrawal(runs)
             found |= {"withdrawal.K": _one(law.K), "withdrawal.K_sd": _one(law.sd)}

@@ -58,7 +58,7 @@ def sweep(
     The event window is 400 steps, on the dose axis 400 / multiplier.
 
     Returns:
-        axis, value, then the columns of Trajectory.summary, and matched (whether the rate met the gate). On the dose
+        setting, value, then the columns of Trajectory.summary, and matched (whether the rate met the gate). On the dose
         axis also trough_every_step and trough_step_every_step (the trough among all of the first 60 steps, not only
         every fifth), and at_equal_training (accuracy on A after 600 / multiplier steps: as much training, whatever
         the rate).
@@ -72,9 +72,9 @@ def sweep(
     cells = [(axis, value) for axis, values in axes.items() for value in values]
     parts = []
     for axis, value in tqdm(cells, desc="sweep", disable=not progress, leave=False):
-        parts.append(_cell(axis, value, seeds, n_steps, base, protocol).assign(axis=axis, value=float(value)))
+        parts.append(_cell(axis, value, seeds, n_steps, base, protocol).assign(setting=axis, value=float(value)))
     table = pd.concat(parts, ignore_index=True)
-    return table[["axis", "value", *[c for c in table.columns if c not in ("axis", "value")]]]
+    return table[["setting", "value", *[c for c in table.columns if c not in ("setting", "value")]]]
 
 
 def _cell(
@@ -102,7 +102,7 @@ def _cell(
 
 def cell_means(table: pd.DataFrame) -> pd.DataFrame:
     """Means over seeds for every axis and value."""
-    return table.drop(columns=["seed"]).groupby(["axis", "value"], sort=False).mean().reset_index()
+    return table.drop(columns=["seed"]).groupby(["setting", "value"], sort=False).mean().reset_index()
 
 
 def line(x: ArrayLike, y: ArrayLike) -> Fit:
@@ -162,7 +162,7 @@ def timing(table: pd.DataFrame) -> dict[str, Fit]:
     "trough_every_step" is the trough's among all of the first 60 steps, which resolves the fast runs. Cells without
     a recovery of at least 0.25 say nothing about its step and are left out of that fit.
     """
-    dose = cell_means(table[table["axis"] == "dose"])
+    dose = cell_means(table[table["setting"] == "dose"])
     back = dose[dose["recovery"] >= 0.25]
     return {
         "trough": power_law(dose["value"], dose["trough_step"]),
@@ -173,8 +173,8 @@ def timing(table: pd.DataFrame) -> dict[str, Fit]:
 
 def depth(table: pd.DataFrame) -> dict[str, Fit]:
     """Power laws of the peak of ⟨s,w⟩ in n_new, in α (above 0) and in √α·n_new jointly (means over seeds)."""
-    alpha_axis = cell_means(table[(table["axis"] == "alpha") & (table["value"] > 0)])
-    size_axis = cell_means(table[table["axis"] == "n_new"])
+    alpha_axis = cell_means(table[(table["setting"] == "alpha") & (table["value"] > 0)])
+    size_axis = cell_means(table[table["setting"] == "n_new"])
     base = BASE
     both_x = np.concatenate([np.sqrt(alpha_axis["value"]) * base.n_new, math.sqrt(base.alpha) * size_axis["value"]])
     both_y = np.concatenate([alpha_axis["peak_content"], size_axis["peak_content"]])

@@ -133,13 +133,13 @@ def sweeps(table: pd.DataFrame) -> Figure:
         "n_values": "number of answers",
         "dose": "rate / matched rate",
     }
-    axes_found = list(dict.fromkeys(table["axis"]))
+    axes_found = list(dict.fromkeys(table["setting"]))
     columns = min(3, len(axes_found))
     figure, grid = panels(columns, -(-len(axes_found) // columns), width=4.2, height=3.1)
     for axes in grid[len(axes_found) :]:
         axes.set_visible(False)
     for axes, name in zip(grid, axes_found, strict=False):
-        part = table[table["axis"] == name]
+        part = table[table["setting"] == name]
         for column, label, color, marker in (
             ("trough", "trough", PALETTE[3], "v"),
             ("max_after", "maximum after", PALETTE[2], "^"),
@@ -164,7 +164,7 @@ def sweeps(table: pd.DataFrame) -> Figure:
 def laws(table: pd.DataFrame, long: Trajectory | None) -> Figure:
     """Timing against rate, the recovery-level law, and erosion against log time."""
     figure, (left, middle, right) = panels(3, width=4.3, height=3.4)
-    dose = cell_means(table[table["axis"] == "dose"])
+    dose = cell_means(table[table["setting"] == "dose"])
     for column, label, color, marker in (
         ("trough_step", "trough", PALETTE[3], "v"),
         ("recovery_step", "90 % of the recovery", PALETTE[2], "^"),
@@ -180,7 +180,7 @@ def laws(table: pd.DataFrame, long: Trajectory | None) -> Figure:
     left.set_ylabel("step")
     left.set_title("Step of trough and recovery", loc="left")
 
-    runs = table[table["axis"].isin(["alpha", "n_new", "dose"]) & (table["peak_content"] >= 0.3)]
+    runs = table[table["setting"].isin(["alpha", "n_new", "dose"]) & (table["peak_content"] >= 0.3)]
     if len(runs) > 1:
         law = withdrawal(runs)
         withdrawn = 1 - runs["end_content"] / runs["peak_content"]
