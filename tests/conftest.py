@@ -1,5 +1,6 @@
 """Shared fixtures: a throw-away project root, a tiny tokenizer, tiny models of real architectures, texts and a pair."""
 
+import copy
 import gzip
 import json
 import os
@@ -145,6 +146,20 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Any]:
         return model
 
     return make
+
+
+def make_adapter(base: Any, folder: Path, spread: float = 0.2, **settings: Any) -> Any:
+    """Save a LoRA adapter with random weights; return the model with it applied by peft itself."""
+    from peft import LoraConfig, get_peft_model  # slow to import
+
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        adapted = get_peft_model(copy.deepcopy(base), LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **settings))
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data += torch.randn_like(parameter) * spread
+    adapted.save_pretrained(folder)
+    return adapted.eval()
 
 
 def write_lines(path: Path, lines: Iterable[bytes]) -> Path:

@@ -1,13 +1,12 @@
 """Loading: what is accepted and reproduced, and what is refused rather than scored with random or wrong weights."""
 
-import copy
 import json
 import math
 import re
 
 import pytest
 import torch
-from conftest import TOKENIZER_LENGTH
+from conftest import TOKENIZER_LENGTH, make_adapter
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -351,20 +350,6 @@ def test_facts_that_differ_are_named_with_both_values():
 
 
 # ---- adapters
-
-
-def make_adapter(base, folder, spread=0.2, **settings):
-    """Save a LoRA adapter with random weights; return the model with it applied by peft itself."""
-    from peft import LoraConfig, get_peft_model
-
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        adapted = get_peft_model(copy.deepcopy(base), LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **settings))
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.data += torch.randn_like(parameter) * spread
-    adapted.save_pretrained(folder)
-    return adapted.eval()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

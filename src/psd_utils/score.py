@@ -84,15 +84,22 @@ def prepare(pair: Pair, text: str | None, n_tokens: int) -> ScoringTask:
     base, derived = locate(pair.base), locate(pair.derived)
     tokenizer = load_tokenizer(base)
     if tokenizer is None:
-        raise PsdError(f"the base {pair.base.label} has no tokenizer files")
-    contexts = [c for c in (longest_context(load_config(s)) for s in (base, derived)) if c is not None]
-    # one position is the prefix token's; the last token of a document is read by nobody
+        raise PsdError(f"the base {pair.base.label} has no tokenizer files (tokenizer.json)")
+    configs = [load_config(s) for s in (base, derived)]
+    contexts = [c for c in map(longest_context, configs) if c is not None]
+    # prefix and document fit the shorter context together, as 1 + 2,047 tokens fit 2,048
     cut = min([LONGEST_CUT, *(c - 1 for c in contexts)])
     prefix = prefix_token(tokenizer)
     found = ModelFacts(tokenizer_length=len(tokenizer), prefix_id=prefix)
     check_facts(f"tokenizer of {pair.base.label}", pair.facts, found)
-    corpus = load_corpus(source, tokenizer, n_tokens=n_tokens, cut=cut, prefix_id=prefix)
+    rows = [getattr(config, "vocab_size", None) for config in configs]
+    for member, n in zip((pair.base, pair.derived), rows, strict=True):
+        if n is not None:
+            _check_rows(member.label, n, len(tokenizer))
     notes = []
+    if None not in rows and rows[0] != rows[1]:
+        notes.append(f"the base's head has {rows[0]} rows, the derived model's {rows[1]}: each keeps its own softmax")
+    corpus = load_corpus(source, tokenizer, n_tokens=n_tokens, cut=cut, prefix_id=prefix)
     derived_tokenizer = load_tokenizer(derived)
     if derived_tokenizer is None:
         notes.append(f"{pair.derived.label} has no tokenizer of its own: the base's was used")
@@ -100,6 +107,13 @@ def prepare(pair: Pair, text: str | None, n_tokens: int) -> ScoringTask:
         check_same_ids(corpus, source, tokenizer, derived_tokenizer)
     special = special_ids(tokenizer)
     return ScoringTask(base, derived, corpus, tokenizer, tokenizer_sha256(tokenizer), special, tuple(notes))
+
+
+def _check_rows(label: str, rows: int, tokenizer_length: int) -> None:
+    if rows < tokenizer_length:
+        raise PsdError(
+            f"{label}: the head has {rows} rows, too few for the {tokenizer_length} ids of the base's tokenizer"
+        )
 
 
 def score_member(
@@ -156,10 +170,16 @@ def _score(
     rows, width = model.head.shape
     label = source.member.label
     check_facts(label, facts, ModelFacts(head_rows=rows, tied=model.tied))
-    if rows < task.tokenizer_length:
-        raise PsdError(f"{label}: the head has {rows} rows, the base's tokenizer {task.tokenizer_length} ids")
-    if int(corpus.tokens.max()) >= rows:
-        raise PsdError(f"token id {int(corpus.tokens.max())} of the text is beyond the head of {label}, {rows} rows")
+    _check_rows(label, rows, task.tokenizer_length)
+    beyond = (corpus.tokens >= rows).nonzero()
+    if beyond.numel():
+        at = int(beyond[0])
+        raise PsdError(
+            f"token id {int(corpus.tokens[at])} at {_place(corpus, at)} is beyond the head of {label}, {rows} rows"
+        )
+    bad = (~torch.isfinite(model.head).all(dim=1)).nonzero()
+    if bad.numel():
+        raise PsdError(f"{label}: row {int(bad[0])} of the output head is NaN or infinite; {_advice(device)}")
     write_corpus(target / "corpus.safetensors", corpus)
     head = {"weight": model.head}
     if model.readout.bias is not None:
@@ -196,17 +216,30 @@ def _score_shard(model: LoadedModel, corpus: Corpus, shard: Shard, device: Devic
         for row, d in enumerate(batch):
             start = offsets[d] - first
             hidden[start : start + lengths[d]] = states[row, : lengths[d]]
-    bad = (~torch.isfinite(hidden).all(dim=1)).nonzero()
-    if bad.numel():
-        at = int(bad[0]) + first
-        d = int((corpus.offsets <= at).sum()) - 1
-        raise PsdError(
-            f"the hidden state at token {at - offsets[d]} of document {corpus.keys[d]} is NaN or infinite; "
-            f"try dtype float32 (now {device.dtype_name})"
-        )
+    _check_finite("hidden state", torch.isfinite(hidden).all(dim=1), corpus, first, device)
     targets = corpus.tokens[first : first + n]
-    nll = corrected_losses(hidden, model.head, targets, [None], readout=model.readout)[0]
-    return {"hidden": hidden, "nll": nll.float()}
+    nll = corrected_losses(hidden, model.head, targets, [None], readout=model.readout)[0].float()
+    _check_finite("loss", torch.isfinite(nll), corpus, first, device)
+    return {"hidden": hidden, "nll": nll}
+
+
+def _check_finite(what: str, finite: torch.Tensor, corpus: Corpus, first: int, device: Device) -> None:
+    bad = (~finite).nonzero()
+    if bad.numel():
+        place = _place(corpus, int(bad[0]) + first)
+        raise PsdError(f"the {what} at {place} is NaN or infinite; {_advice(device)}")
+
+
+def _place(corpus: Corpus, at: int) -> str:
+    """Return token `at` of the corpus in words: its place in its document, from 0, and the document's key."""
+    d = int((corpus.offsets <= at).sum()) - 1
+    return f"token {at - int(corpus.offsets[d])} of document {corpus.keys[d]}"
+
+
+def _advice(device: Device) -> str:
+    if device.dtype == torch.float32:
+        return "the stored weights may be damaged"
+    return f"try dtype float32 (now {device.dtype_name}), unless the stored weights are damaged"
 
 
 def batches(documents: range | list[int], lengths: list[int], batch_tokens: int) -> list[list[int]]:
