@@ -1,7 +1,6 @@
 """The notebooks as papermill runs them, and as a person does in JupyterLab."""
 
 import ast
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +76,9 @@ def test_own_pair_by_two_paths_goes_through_all_three_notebooks(pair: psd.Pair, 
     for name in (f"shares_{pair.name}", f"losses_{pair.name}", "temperatures", "published"):
         for suffix in (".svg", ".png", ".csv"):
             assert (figures / f"{name}{suffix}").stat().st_size > 100
+    temperatures = pd.read_csv(figures / "temperatures.csv")
+    assert list(temperatures["correction"]) == ["temperature", "bias and temperature"]
+    assert (temperatures["pair"] == pair.name).all()
 
 
 def test_notebook_finds_the_same_captures_from_any_folder(
@@ -96,11 +98,7 @@ def test_notebook_finds_the_same_captures_from_any_folder(
     ("parameters", "message"),
     [
         ({"pairs": "tiny_math"}, "unknown parameter 'pairs'; did you mean 'pair'"),
-        ({"n_tokens": "many"}, "parameter n_tokens must be a whole number such as 1000, found 'many'"),
-        ({"pair": "tiny_mth"}, "no pair named 'tiny_mth'; did you mean 'tiny_math'"),
         ({"base": "a", "derived": "b", "base_revision": 7}, "give it with -r base_revision"),
-        ({"base": "a"}, "derived is missing"),
-        ({"members": "bases", "pair": "tiny_math"}, "members must be both, base or derived"),
     ],
 )
 def test_wrong_parameters_stop_the_notebook_with_words(parameters: dict[str, Any], message: str, run: Any) -> None:
@@ -157,5 +155,4 @@ def test_papermill_command_line_runs_a_registered_pair(run: Any, tmp_path: Path)
     command += ["-r", "pair", "tiny_math_light", "-p", "n_tokens", "4000", "-r", "members", "base"]
     finished = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-2000:]
-    executed = json.loads((tmp_path / "out.ipynb").read_text())
-    assert "documents" in printed(nbformat.from_dict(executed))
+    assert "documents" in printed(nbformat.read(tmp_path / "out.ipynb", as_version=4))

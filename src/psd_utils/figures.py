@@ -103,10 +103,10 @@ def share_figure(recovery: pd.DataFrame) -> Figure:
         axes.axvline(0.0, color="0.4", linewidth=0.8)
         axes.set_yticks(range(len(rows)), [correction_label(c) for c in rows["correction"][::-1]])
         axes.set_ylim(-0.6, len(rows) - 0.4)
-        axes.set_xlabel("symmetric share of the gap (fraction; bars: 95 % interval, damage: ± sd over seeds)")
+        axes.set_xlabel("symmetric share of the gap (bars: 95 % interval; damage: ± sd over seeds)")
         gap = float(rows["gap"].iloc[0])
-        axes.set_title(f"{pair}: share of the {gap:.3f} nats/token gap that a correction gives back")
-        _legend_once(axes)
+        axes.set_title(f"{pair}: share of the gap ({gap:.3f} nats/token) given back")
+        _legend_once(figure, [axes])
     return figure
 
 
@@ -149,9 +149,9 @@ def temperature_figure(recovery: pd.DataFrame) -> Figure:
         names = [f"{r.pair}: {correction_label(str(r.correction))}" for r in rows.itertuples()]
         axes.set_yticks(range(len(rows)), names[::-1])
         axes.set_ylim(-0.6, len(rows) - 0.4)
-        axes.set_xlabel("fitted temperature T (1 = unchanged; random damage alone raises T)")
-        axes.set_title("Fitted temperatures")
-        _legend_once(axes)
+        axes.set_xlabel("fitted temperature T (1 = unchanged)")
+        axes.set_title("Fitted temperatures (random damage alone raises T)")
+        _legend_once(figure, [axes])
     return figure
 
 
@@ -210,10 +210,7 @@ def published_figure(published: pd.DataFrame, recovery: pd.DataFrame) -> Figure:
         axes[0].set_xlim(min(-0.1, axes[0].get_xlim()[0]), 0.5)
         axes[0].set_yticks(range(len(pairs)), list(reversed(pairs)))
         axes[1].set_yticks(range(len(pairs)), [])
-        handles: dict[str, Any] = {}
-        for ax in axes:
-            handles |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4)
+        _legend_once(figure, axes)
     return figure
 
 
@@ -227,10 +224,13 @@ def _published_point(axes: Axes, row: pd.Series, prefix: str, y: float) -> None:
         axes.plot([float(below)], [y], marker="<", linestyle="none", color=grey, label="published: below", markersize=4)
 
 
-def _legend_once(axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))
-    axes.legend(unique.values(), unique.keys(), loc="center left", bbox_to_anchor=(1.01, 0.5))
+def _legend_once(figure: Figure, panels: Sequence[Axes]) -> None:
+    """Put one legend below the panels, each label once."""
+    handles: dict[str, Any] = {}
+    for axes in panels:
+        found, labels = axes.get_legend_handles_labels()
+        handles |= dict(zip(labels, found, strict=True))
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4)
 
 
 def _floats(row: pd.Series) -> Mapping[str, float]:
@@ -247,6 +247,8 @@ def largest_biases(bias: Sequence[float], tokens: Sequence[str], counts: Sequenc
 
 def save_figure(figure: Figure, table: pd.DataFrame, path: Path) -> list[Path]:
     """Write a figure as SVG and PNG and the table behind it as CSV, all named after `path`; return the files."""
+    named = [name for name in table.index.names if name is not None]
+    table = table.reset_index() if named else table
     with matplotlib.rc_context(_STYLE):
         files = [path.with_suffix(suffix) for suffix in (".svg", ".png", ".csv")]
         write_atomically(files[0], lambda p: figure.savefig(p, format="svg", metadata={"Date": None}))

@@ -11,6 +11,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from IPython import get_ipython
+from IPython.core.pylabtools import select_figure_formats
+
 from .errors import PsdError, nearest
 from .pairs import Member, Pair, load_pair
 
@@ -115,11 +118,15 @@ def study_arguments(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {name: parameters[name] for name in names if parameters.get(name) is not None}
 
 
-def show_log(level: int = logging.INFO) -> None:
-    """Send the package's log to the notebook's output, once."""
+def start(level: int = logging.INFO) -> None:
+    """Make the package's log and its figures visible in the notebook's output; harmless when called again."""
     logger = logging.getLogger("psd_utils")
     logger.setLevel(level)
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(message)s"))
         logger.addHandler(handler)
+    shell = get_ipython()
+    if shell is not None:
+        # figures are made without pyplot, so nothing else tells IPython how to show one
+        select_figure_formats(shell, {"png"}, dpi=110)
