@@ -6,7 +6,8 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ ARCHITECTURES = {
 
 
 @pytest.fixture(scope="session", autouse=True)
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterable[Path]:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A project root that reads the repository's data but keeps captures and results to itself."""
     folder = tmp_path_factory.mktemp("root")
     (folder / "data").mkdir()
@@ -55,6 +56,22 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterable[Path]:
         del os.environ["PSD_ROOT"]
     else:
         os.environ["PSD_ROOT"] = before
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: the tiny models gain nothing from more, and lose much where cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def single_thread() -> Iterator[None]:
+    """`one_thread` for a module of tests."""
+    with one_thread():
+        yield
 
 
 def english_like(n_documents: int, seed: int, shortest: int = 5, longest: int = 60) -> list[str]:
@@ -201,7 +218,7 @@ def train_a_little(model: Any, tokenizer: Any, steps: int = 120) -> None:
     """Train on documents of the same kind as `text_file` until the loss is well below ln of the vocabulary."""
     ids = torch.tensor(tokenizer(" ".join(english_like(500, seed=3)))["input_ids"])
     batches = ids[: len(ids) // 256 * 256].view(-1, 8, 32)
-    with torch.enable_grad():
+    with one_thread(), torch.enable_grad():
         optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for step in range(steps):
             batch = batches[step % len(batches)]

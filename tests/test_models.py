@@ -24,6 +24,7 @@ from psd_utils.models import (
 from psd_utils.pairs import Member, ModelFacts
 
 CPU = choose_device("cpu", "float32")
+pytestmark = pytest.mark.usefixtures("single_thread")
 IDS = torch.tensor([[1, 50, 60, 70, 300, 5, 8, 9, 11, 390]])
 
 

@@ -22,6 +22,7 @@ from psd_utils.pairs import Member, ModelFacts, Pair
 from psd_utils.score import batch_states, batches, prepare, score_member
 
 CPU = choose_device("cpu", "float32")
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 def pair_of(base, derived, text):

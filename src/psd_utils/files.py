@@ -20,19 +20,23 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     Raises:
         PsdError: the disk is full or the folder is not writable; an earlier `path` is untouched.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     # The process id keeps two writers of the same file apart; the last rename wins with a whole file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write(temporary)
-        with open(temporary, "rb+") as handle:
-            os.fsync(handle.fileno())
-        os.replace(temporary, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write(temporary)
+            with open(temporary, "rb+") as handle:
+                os.fsync(handle.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     except Exception as error:
-        temporary.unlink(missing_ok=True)
         # safetensors reports a full disk as its own exception, so the text is looked at too
         if isinstance(error, OSError) or "os error" in str(error).lower():
-            raise PsdError(f"could not write {path}: {error}; what was there before is unchanged") from error
+            raise PsdError(
+                f"could not write {path}: {error}; what was there before is unchanged: put this right and run again"
+            ) from error
         raise
 
 
@@ -49,9 +53,12 @@ def read_json(path: Path) -> dict[str, Any]:
         PsdError: the file is not valid JSON.
     """
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise PsdError(f"{path} is damaged: {error}; delete it to have it made again") from error
+    if not isinstance(value, dict):
+        raise PsdError(f"{path} is damaged: it holds no JSON object; delete it to have it made again")
+    return value
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any] | None = None) -> None:
