@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,6 +73,36 @@ def single_thread() -> Iterator[None]:
     """`one_thread` for a module of tests."""
     with one_thread():
         yield
+
+
+class Child:
+    """A function run in a forked process; it may report its steps, one byte each."""
+
+    def __init__(self, work: Callable[[Callable[[], object]], object]) -> None:
+        self.steps, writing = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                os.close(self.steps)
+                work(lambda: os.write(writing, b"."))
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        os.close(writing)
+
+    def wait_for_steps(self, n: int) -> None:
+        """Return after `n` steps, or when the child has ended."""
+        while n > 0 and (seen := os.read(self.steps, n)):
+            n -= len(seen)
+
+    def end(self) -> int:
+        """Return the exit status, negative for a signal."""
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        os.close(self.steps)
+        return status
 
 
 def english_like(n_documents: int, seed: int, shortest: int = 5, longest: int = 60) -> list[str]:

@@ -4,11 +4,11 @@ import os
 import random
 import signal
 import time
-import traceback
 from contextlib import contextmanager
 
 import pytest
 import safetensors.torch
+from conftest import Child
 
 from psd_utils import capture, files, score
 from psd_utils.capture import open_capture, read_shard, verify
@@ -31,36 +31,6 @@ def small_shards(single_thread):
 @pytest.fixture(scope="module")
 def task(pair):
     return prepare(pair, None, 3000)
-
-
-class Child:
-    """A function run in a forked process; it may report its steps, one byte each."""
-
-    def __init__(self, work):
-        self.steps, writing = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            status = 1
-            try:
-                os.close(self.steps)
-                work(lambda: os.write(writing, b"."))
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(status)
-        os.close(writing)
-
-    def wait_for_steps(self, n):
-        """Return after `n` steps, or when the child has ended."""
-        while n > 0 and (seen := os.read(self.steps, n)):
-            n -= len(seen)
-
-    def end(self):
-        """Return the exit status, negative for a signal."""
-        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        os.close(self.steps)
-        return status
 
 
 def slow_down(step):
