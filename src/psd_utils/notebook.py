@@ -22,10 +22,11 @@ _OPTIONAL_NUMBERS = ("n_tokens", "top_k")
 
 
 def check_parameters(names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the notebook's parameters by name, checked against their defaults; an empty string becomes None.
+    """Return the notebook's parameters by name, checked against their defaults.
 
-    `names` is the notebook's `globals()`. The defaults are the notebook's cell that begins with `# Defaults`; that cell
-    and the one papermill injected are read from IPython's input history, so running all cells again works.
+    An empty string means not given: the default, and None where that is empty too. `names` is the notebook's
+    `globals()`. The defaults are the notebook's cell that begins with `# Defaults`; that cell and the one papermill
+    injected are read from IPython's input history, so running all cells again works.
 
     Raises:
         PsdError: a parameter that the notebook does not have (with the nearest name), or of the wrong kind.
@@ -34,7 +35,7 @@ def check_parameters(names: Mapping[str, Any]) -> dict[str, Any]:
     at = _last_cell(history, "# Defaults")
     if at is None:
         raise PsdError("run the cell that begins with `# Defaults` first")
-    defaults = {name: ast.literal_eval(value) for name, value in _assignments(history[at])}
+    defaults = {name: _literal(name, value) for name, value in _assignments(history[at])}
     injected = _last_cell(history[at + 1 :], "# Parameters")
     if injected is not None:
         for name, _ in _assignments(history[at + 1 + injected]):
@@ -54,16 +55,25 @@ def _assignments(cell: str) -> list[tuple[str, ast.expr]]:
     return [(t.id, s.value) for s in statements for t in s.targets if isinstance(t, ast.Name)]
 
 
+def _literal(name: str, value: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(value)
+    except ValueError as error:
+        raise PsdError(f"parameter {name} must be a plain value, found {ast.unparse(value)}") from error
+
+
 def _checked(name: str, value: Any, default: Any) -> Any:
+    if value is None or value == "":
+        value = default
     if value is None or value == "":
         return None
     if isinstance(default, bool):
         if not isinstance(value, bool):
-            raise PsdError(f"parameter {name} must be true or false, found {value!r}")
+            raise PsdError(f"parameter {name} must be True or False, found {value!r}: for papermill, -p {name} True")
         return value
     if name in _OPTIONAL_NUMBERS or isinstance(default, int):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise PsdError(f"parameter {name} must be a whole number such as 1000, found {value!r}")
+            raise PsdError(f"parameter {name} must be a whole number, found {value!r}: for papermill, -p {name} 1000")
         return value
     if isinstance(default, float):
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -81,7 +91,7 @@ def chosen_pair(parameters: Mapping[str, Any]) -> Pair:
     """Return the pair a notebook was asked for: a registered name, or the user's own `base` and `derived`.
 
     Raises:
-        PsdError: neither, both, or only one of base and derived; a revision or adapter without its model.
+        PsdError: no pair, or only one of base and derived; a revision or adapter without base and derived.
     """
     base, derived = parameters["base"], parameters["derived"]
     if not base and not derived:
