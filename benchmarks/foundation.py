@@ -53,7 +53,7 @@ def scoring(task: score.ScoringTask, device: Any, repeats: int) -> str:
                 own(input_ids=read, labels=read)
 
     ratio = paired(ours, plain, repeats)
-    return f"scoring, tokens per second: {_words(ratio)} those of transformers {transformers.__version__}, a document at a time"
+    return f"scoring, tokens per second: {_words(ratio)} those of transformers {transformers.__version__} by document"
 
 
 def fitting(output: OutputModel, ids: torch.Tensor, repeats: int) -> str:
@@ -69,7 +69,7 @@ def fitting(output: OutputModel, ids: torch.Tensor, repeats: int) -> str:
     def plain() -> None:
         beta = torch.ones((), requires_grad=True)
         bias = torch.zeros(ids.numel(), requires_grad=True)
-        solver = torch.optim.LBFGS([beta, bias], max_iter=30, history_size=10, line_search_fn="strong_wolfe")
+        solver = torch.optim.LBFGS([beta, bias], max_iter=150, history_size=20, line_search_fn="strong_wolfe")
 
         def objective() -> torch.Tensor:
             solver.zero_grad()

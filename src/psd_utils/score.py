@@ -46,7 +46,7 @@ from .models import (
 from .pairs import ModelFacts, Pair, resolve_text
 
 _LOG = logging.getLogger(__name__)
-_BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}
+_BATCH_TOKENS = {"cpu": 1024, "cuda": 32_768}
 
 
 @dataclass(frozen=True)
