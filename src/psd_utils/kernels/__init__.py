@@ -64,7 +64,7 @@ def choose_backend(head: torch.Tensor, name: str = "auto", hidden: torch.Tensor 
         return Backend(name, "asked for by name", modules[name])
     if name not in ("auto", "triton"):
         raise PsdError(f"no kernels named {name!r}; known: auto, {', '.join(modules)}, triton")
-    obstacle = _obstacle_to_triton(head, hidden)
+    obstacle = _obstacle_to_triton(head, hidden, interpreter=name == "triton")
     if obstacle is None:
         reason = "asked for by name" if name == "triton" else f"Triton {version('triton')} serves {head.device}"
         return Backend("triton", reason, import_module(".triton", __name__))
@@ -73,9 +73,9 @@ def choose_backend(head: torch.Tensor, name: str = "auto", hidden: torch.Tensor 
     return Backend("chunked", f"torch tiles on {head.device}, since {obstacle}", chunked)
 
 
-def _obstacle_to_triton(head: torch.Tensor, hidden: torch.Tensor | None) -> str | None:
-    """Return why the Triton kernels cannot run on these tensors, or None."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+def _obstacle_to_triton(head: torch.Tensor, hidden: torch.Tensor | None, interpreter: bool) -> str | None:
+    """Return why the Triton kernels cannot run on these tensors, or None; `interpreter` allows its slow stand-in."""
+    interpreted = interpreter and os.environ.get("TRITON_INTERPRET") == "1"
     if head.device.type != "cuda" and not interpreted:
         return f"Triton needs a CUDA device and these tensors are on {head.device}"
     if torch.float64 in (head.dtype, head.dtype if hidden is None else hidden.dtype):
