@@ -112,9 +112,24 @@ def test_twenty_kills_also_inside_a_write_end_with_the_same_bytes(task, tmp_path
 
 
 def test_two_processes_on_one_capture_take_turns(task, tmp_path, undisturbed):
-    children = [Child(score_base(task, tmp_path, slow=True)) for _ in range(2)]
+    compute, log = score._score_shard, tmp_path / "log"
+
+    def work(step):
+        def logged(model, corpus, shard, device):
+            with open(log, "a") as handle:
+                handle.write(f"{os.getpid()} ")
+            return compute(model, corpus, shard, device)
+
+        score._score_shard = logged
+        score_base(task, tmp_path / "captures", slow=True)(step)
+
+    children = [Child(work) for _ in range(2)]
     assert [child.end() for child in children] == [0, 0]
-    assert contents(tmp_path) == undisturbed
+    assert contents(tmp_path / "captures") == undisturbed
+    # one of them computed every shard, the other found them there
+    computed = log.read_text().split()
+    assert len(computed) == len(undisturbed) - 3
+    assert len(set(computed)) == 1
 
 
 def test_a_process_that_waits_goes_on_when_the_other_is_killed(task, tmp_path, undisturbed):
