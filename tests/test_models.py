@@ -147,6 +147,25 @@ def test_ids_are_those_of_tokenizer_json_whatever_class_is_named(tmp_path, make_
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
 
 
+def test_special_tokens_that_only_a_class_names_are_found(tmp_path):
+    """The repository of gpt2 says nowhere that <|endoftext|> is its BOS and EOS."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["some text"], trainer)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    tokenizer = load_tokenizer(source(tmp_path))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 0)
+    assert len(tokenizer) == backend.get_vocab_size()
+
+
 def test_folder_without_a_vocabulary_has_no_tokenizer(tmp_path, make_model):
     make_model(tmp_path)
     (tmp_path / "tokenizer.json").unlink()

@@ -129,9 +129,17 @@ def load_tokenizer(source: Source) -> Any | None:
     """
     if not any((source.folder / name).is_file() for name in _VOCABULARIES):
         return None
-    kind = PreTrainedTokenizerFast if (source.folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
-        return kind.from_pretrained(source.folder, trust_remote_code=False)
+        if not (source.folder / "tokenizer.json").is_file():
+            return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(source.folder)
+        if tokenizer.bos_token is None and tokenizer.eos_token is None:
+            # old repositories such as gpt2 leave their names to the class
+            named = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
+            for role in ("bos_token", "eos_token"):
+                if getattr(named, role) in tokenizer.get_vocab():
+                    setattr(tokenizer, role, getattr(named, role))
+        return tokenizer
     except Exception as error:  # each kind of tokenizer fails in its own way
         raise PsdError(f"the tokenizer of {source.member.label} cannot be loaded: {_brief(error)}") from error
 
