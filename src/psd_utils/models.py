@@ -180,8 +180,9 @@ class LoadedModel:
 
     @torch.inference_mode()
     def states(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states after the final norm, [batch, positions, width]."""
-        return self.backbone(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        """Return the hidden states after the final norm, [batch, positions, width], in the dtype of the head."""
+        states = self.backbone(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        return states.to(self.head.dtype)
 
 
 def load_model(source: Source, device: Device) -> LoadedModel:
