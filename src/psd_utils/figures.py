@@ -82,9 +82,10 @@ def share_figure(recovery: pd.DataFrame) -> Figure:
     """
     rows = recovery[recovery["correction"] != "none"].reset_index(drop=True)
     pair = str(recovery["pair"].iloc[0])
-    figure, (axes,) = _figure(6.6, 1.1 + 0.55 * len(rows))
+    no_share = bool(rows["symmetric_share"].isna().all())
+    figure, (axes,) = _figure(6.6, 0.9 if no_share else 1.1 + 0.55 * len(rows))
     with matplotlib.rc_context(_STYLE):
-        if rows["symmetric_share"].isna().all():
+        if no_share:
             reason = str(recovery["reason"].iloc[0] or "no share is defined")
             axes.text(0.5, 0.5, reason, ha="center", va="center", wrap=True, transform=axes.transAxes)
             axes.set_axis_off()
@@ -150,7 +151,7 @@ def temperature_figure(recovery: pd.DataFrame) -> Figure:
         axes.set_yticks(range(len(rows)), names[::-1])
         axes.set_ylim(-0.6, len(rows) - 0.4)
         axes.set_xlabel("fitted temperature T (1 = unchanged)")
-        axes.set_title("Fitted temperatures (random damage alone raises T)")
+        axes.set_title("Fitted temperatures")
         _legend_once(figure, [axes])
     return figure
 

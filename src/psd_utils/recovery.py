@@ -203,7 +203,8 @@ def _row(sums: _Sums, correction: str, resample: _Resamples) -> dict[str, object
     with_gap = drawn[:, 1] > 0
     row |= {"gap_low": low, "gap_high": high, "resamples_without_gap": int((~with_gap).sum())}
     if not low > 0:
-        words = f"nothing to recover: the gap's 95 % interval, {low:.4f} to {high:.4f} nats per token, reaches 0"
+        where = "reaches 0" if high > 0 else "lies below 0"
+        words = f"nothing to recover: the gap's 95 % interval, {low:.4f} to {high:.4f} nats per token, {where}"
         return row | {"reason": words}
     reasons = []
     if np.ptp(gap_by_document / sums.tokens) == 0 and np.ptp(sums.base["none"] / sums.tokens) == 0:
