@@ -1,4 +1,4 @@
-"""A small problem with its exact optimum (float64 Newton, gradient below 1e-14), solved through the public functions."""
+"""A small problem with its exact optimum (float64 Newton), solved through the public functions."""
 
 import json
 from pathlib import Path
