@@ -14,7 +14,7 @@ PACKAGE = REPOSITORY / "src" / "psd_utils"
 CONDA_NAMES = {"pytorch": "torch", "huggingface_hub": "huggingface-hub"}
 ORDER = (
     "errors version paths files correction pairs corpus kernels capture models score head fit selection recovery "
-    "controls study export figures report notebook widgets"
+    "losses controls worlds known_answers ladder study export figures report notebook widgets"
 ).split()
 """The modules from the top down; each may import only from those before it (DESIGN §4, with the small ones added)."""
 

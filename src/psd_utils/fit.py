@@ -1,7 +1,7 @@
 """Head statistics -> the best correction of a kind, with a record of how the solver ended."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -258,7 +258,7 @@ def _bias_on(statistics: HeadStatistics, start: Correction) -> torch.Tensor:
     return bias[statistics.ids.cpu()]
 
 
-def fits_with_penalties(statistics: HeadStatistics, kind: str) -> list[Fit]:
+def fits_with_penalties(statistics: HeadStatistics, kind: str, penalties: Sequence[float] = PENALTIES) -> list[Fit]:
     """Return the fits from which `select` chooses: one, or one per penalty for the kinds with a fitted bias.
 
     From the largest penalty down, each starts where the last one ended.
@@ -267,7 +267,7 @@ def fits_with_penalties(statistics: HeadStatistics, kind: str) -> list[Fit]:
         return [fit_correction(statistics, kind)]
     fits: list[Fit] = []
     evaluate = None if kind == "bias_temperature" else FixedBetaObjective(statistics, 1.0)
-    for penalty in sorted(PENALTIES, reverse=True):
+    for penalty in sorted(penalties, reverse=True):
         start = fits[-1].correction if fits else None
         fits.append(_fit_bias(statistics, kind, penalty, start, evaluate))
     return fits

@@ -9,7 +9,7 @@ import torch
 
 from .correction import Correction
 from .errors import PsdError
-from .fit import BETA_BOUNDS, Fit, fits_with_penalties
+from .fit import BETA_BOUNDS, PENALTIES, Fit, fits_with_penalties
 from .head import OutputModel
 from .kernels import HeadStatistics, chebyshev_betas, fit_objective
 
@@ -39,11 +39,14 @@ class Chosen:
     certified_error: float
 
 
-def choose_corrections(model: OutputModel, ids: torch.Tensor, kinds: Sequence[str]) -> dict[str, Chosen]:
+def choose_corrections(
+    model: OutputModel, ids: torch.Tensor, kinds: Sequence[str], penalties: Sequence[float] = PENALTIES
+) -> dict[str, Chosen]:
     """Return the certified choice for each of `kinds`, all on the set `ids`.
 
-    Fitted on `fit`, λ selected on `select` (ties to the larger λ), nothing of `eval` looked at. Where β ends at the
-    edge of the nodes, or statistics and exact pass disagree, statistics are made again on a range around it.
+    Fitted on `fit`, λ selected among `penalties` on `select` (ties to the larger λ), nothing of `eval` looked at.
+    Where β ends at the edge of the nodes, or statistics and exact pass disagree, statistics are made again on a range
+    around it.
 
     Raises:
         PsdError: the statistics would not fit in the memory budget, or no range of β certifies.
@@ -55,13 +58,13 @@ def choose_corrections(model: OutputModel, ids: torch.Tensor, kinds: Sequence[st
             f"{STATISTICS_BUDGET / 2**30:.0f} GiB: lower top_k or n_tokens"
         )
     texts = {split: model.statistics(split, ids) for split in ("fit", "select")}
-    fits = {kind: _select(fits_with_penalties(texts["fit"], kind), texts["select"]) for kind in kinds}
+    fits = {kind: _select(fits_with_penalties(texts["fit"], kind, penalties), texts["select"]) for kind in kinds}
     exact = model.losses("fit", [fit.correction for fit in fits.values()]).double().mean(dim=1).tolist()
     errors = {}
     for kind, exact_loss in zip(kinds, exact, strict=True):
         errors[kind] = abs(fits[kind].convergence.loss - exact_loss)
         if fits[kind].convergence.status == "node_edge" or errors[kind] > CERTIFIED_ERROR:
-            fits[kind], errors[kind] = _recentred(model, ids, fits[kind], errors[kind])
+            fits[kind], errors[kind] = _recentred(model, ids, fits[kind], errors[kind], penalties)
     # the choice between a correction and none is made on exact losses, whatever the nodes were
     corrections = [None, *(fits[kind].correction for kind in kinds)]
     uncorrected, *corrected = model.losses("select", corrections).double().mean(dim=1).tolist()
@@ -86,7 +89,9 @@ def _select(fits: list[Fit], select: HeadStatistics) -> Fit:
     return min(fits, key=lambda fit: (select_loss(select, fit.correction), -fit.penalty))
 
 
-def _recentred(model: OutputModel, ids: torch.Tensor, fit: Fit, error: float) -> tuple[Fit, float]:
+def _recentred(
+    model: OutputModel, ids: torch.Tensor, fit: Fit, error: float, penalties: Sequence[float]
+) -> tuple[Fit, float]:
     """Make statistics around the fit's β, wider where it ran into an edge, narrower where it disagreed."""
     half_width = math.log(2.5 / 0.4) / 2
     for _ in range(_MOST_RECENTRINGS):
@@ -105,7 +110,7 @@ def _recentred(model: OutputModel, ids: torch.Tensor, fit: Fit, error: float) ->
         betas = chebyshev_betas(low, high)
         statistics = model.statistics("fit", ids, betas)
         select = model.statistics("select", ids, betas)
-        fit = _select(fits_with_penalties(statistics, fit.kind), select)
+        fit = _select(fits_with_penalties(statistics, fit.kind, penalties), select)
         error = abs(fit.convergence.loss - model.mean_loss("fit", fit.correction))
         if fit.convergence.status != "node_edge" and error <= CERTIFIED_ERROR:
             return fit, error
