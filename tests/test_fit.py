@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import psd_utils as psd
+from psd_utils import selection
 from psd_utils.capture import TextStates
 from psd_utils.fit import PENALTIES, fits_with_penalties, prior_ratio
 from psd_utils.head import real_ids, top_k_ids
 from psd_utils.kernels import chebyshev_betas, corrected_moments
+from psd_utils.objectives import ExactObjective, StatisticsObjective
 from psd_utils.selection import CERTIFIED_ERROR, choose_corrections
 
 
@@ -63,7 +65,7 @@ def test_prior_ratio_is_the_first_step_of_iterative_scaling() -> None:
     statistics = psd.head_statistics(hidden, head, targets, ids)
     p = (hidden @ head.T).softmax(dim=1)
     expected = (torch.bincount(targets, minlength=80)[ids] / p[:, ids].sum(dim=0)).log()
-    assert torch.allclose(prior_ratio(statistics), expected, atol=1e-12)
+    assert torch.allclose(prior_ratio(StatisticsObjective(statistics)), expected, atol=1e-12)
     fit = psd.fit_correction(statistics, kind="prior_ratio")
     assert fit.convergence.status == "closed_form"
     assert torch.allclose(fit.correction.bias, expected, atol=1e-12)
@@ -89,7 +91,9 @@ def test_bias_follows_the_order_in_which_ids_are_given() -> None:
 
 def test_larger_penalty_gives_a_smaller_bias_and_a_larger_loss_on_fit() -> None:
     hidden, head, targets = problem()
-    fits = fits_with_penalties(psd.head_statistics(hidden, head, targets, torch.arange(40)), "bias")
+    fits = fits_with_penalties(
+        StatisticsObjective(psd.head_statistics(hidden, head, targets, torch.arange(40))), "bias"
+    )
     assert [fit.penalty for fit in fits] == sorted(PENALTIES, reverse=True)
     norms = [float(fit.correction.bias.norm()) for fit in fits]
     losses = [fit.convergence.loss for fit in fits]
@@ -190,3 +194,26 @@ def test_bias_without_a_set_is_refused() -> None:
     statistics = psd.head_statistics(hidden, head, targets, torch.empty(0, dtype=torch.int64))
     with pytest.raises(psd.PsdError, match="needs a set of ids"):
         psd.fit_correction(statistics, kind="bias")
+
+
+@pytest.mark.parametrize("kind", ["temperature", "prior_ratio", "bias", "bias_temperature"])
+def test_fits_by_exact_passes_and_by_statistics_agree(kind: str) -> None:
+    hidden, head, targets = problem()
+    ids = torch.tensor([4, 9, 2, 70, 33])
+    exact = psd.fit_correction(ExactObjective(hidden, head, targets, ids, psd.Readout()), kind, 1e-4)
+    other = psd.fit_correction(psd.head_statistics(hidden, head, targets, ids), kind, 1e-4)
+    assert exact.convergence.status == other.convergence.status
+    assert exact.correction.temperature == pytest.approx(other.correction.temperature, abs=1e-7)
+    assert torch.allclose(exact.correction.bias, other.correction.bias, atol=1e-6)
+
+
+def test_set_beyond_the_budget_is_fitted_by_exact_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, head, targets = problem()
+    output = model(hidden, head, targets, 2000, 500)
+    expected = choose_corrections(output, torch.arange(40), ("bias", "bias_temperature"))
+    monkeypatch.setattr(selection, "STATISTICS_BUDGET", 1000)
+    monkeypatch.setattr(psd.OutputModel, "statistics", None)  # no statistics may be made
+    found = choose_corrections(output, torch.arange(40), ("bias", "bias_temperature"))
+    for kind, choice in expected.items():
+        assert torch.allclose(found[kind].correction.bias, choice.correction.bias, atol=1e-6)
+        assert found[kind].correction.temperature == pytest.approx(choice.correction.temperature, abs=1e-7)

@@ -13,8 +13,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "src" / "psd_utils"
 CONDA_NAMES = {"pytorch": "torch", "huggingface_hub": "huggingface-hub"}
 ORDER = (
-    "errors version paths files correction pairs corpus kernels capture models score head fit selection recovery "
-    "losses controls worlds known_answers ladder study export figures report notebook widgets"
+    "errors version paths files correction pairs corpus kernels objectives capture models score head fit selection "
+    "recovery losses controls worlds known_answers ladder study sensitivity pair_controls export figures report notebook widgets"
 ).split()
 """The modules from the top down; each may import only from those before it (DESIGN §4, with the small ones added)."""
 

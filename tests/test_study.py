@@ -259,15 +259,6 @@ def test_padded_rows_stay_in_the_softmax_and_their_mass_is_reported(done: psd.St
     assert masked.mean_loss("eval") < model.mean_loss("eval")
 
 
-def test_bias_all_refuses_a_set_beyond_the_budget(done: psd.Study, monkeypatch: pytest.MonkeyPatch) -> None:
-    from psd_utils import selection
-
-    monkeypatch.setattr(selection, "STATISTICS_BUDGET", 1000)
-    model = OutputModel.of(done.captures["base"], torch.device("cpu"))
-    with pytest.raises(psd.PsdError, match="more than the budget"):
-        selection.choose_corrections(model, torch.arange(50), ("bias",))
-
-
 def test_study_is_frozen(done: psd.Study) -> None:
     with pytest.raises(AttributeError):
         done.path = Path("elsewhere")

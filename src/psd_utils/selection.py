@@ -2,24 +2,25 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .correction import Correction
 from .errors import PsdError
-from .fit import BETA_BOUNDS, PENALTIES, Fit, fits_with_penalties
+from .fit import PENALTIES, Fit, fits_with_penalties
 from .head import OutputModel
-from .kernels import HeadStatistics, chebyshev_betas, fit_objective
+from .kernels import chebyshev_betas
+from .objectives import BETA_BOUNDS, ExactObjective, FitObjective, StatisticsObjective
 
 _LOG = logging.getLogger(__name__)
 
 CERTIFIED_ERROR = 1e-5
 """How far statistics and exact pass may disagree on the mean loss of `fit`, nats per token (DESIGN §3)."""
 
-STATISTICS_BUDGET = 4 * 2**30
-"""Bytes that the statistics of one split may take."""
+STATISTICS_BUDGET = 8 * 2**30
+"""Bytes that the statistics of `fit` may take; a larger set is fitted by exact passes instead."""
 
 _MOST_RECENTRINGS = 8
 
@@ -46,74 +47,67 @@ def choose_corrections(
 
     Fitted on `fit`, λ selected among `penalties` on `select` (ties to the larger λ), nothing of `eval` looked at.
     Where β ends at the edge of the nodes, or statistics and exact pass disagree, statistics are made again on a range
-    around it.
+    around it. A set whose statistics would exceed the budget is fitted by exact passes.
 
     Raises:
-        PsdError: the statistics would not fit in the memory budget, or no range of β certifies.
+        PsdError: no range of β certifies.
     """
-    needed = 4 * ids.numel() * len(model.splits["fit"].targets)
-    if needed > STATISTICS_BUDGET:
-        raise PsdError(
-            f"statistics of {ids.numel()} ids need {needed / 2**30:.1f} GiB, more than the budget of "
-            f"{STATISTICS_BUDGET / 2**30:.0f} GiB: lower top_k or n_tokens"
-        )
-    texts = {split: model.statistics(split, ids) for split in ("fit", "select")}
-    fits = {kind: _select(fits_with_penalties(texts["fit"], kind, penalties), texts["select"]) for kind in kinds}
-    exact = model.losses("fit", [fit.correction for fit in fits.values()]).double().mean(dim=1).tolist()
-    errors = {}
-    for kind, exact_loss in zip(kinds, exact, strict=True):
-        errors[kind] = abs(fits[kind].convergence.loss - exact_loss)
-        if fits[kind].convergence.status == "node_edge" or errors[kind] > CERTIFIED_ERROR:
-            fits[kind], errors[kind] = _recentred(model, ids, fits[kind], errors[kind], penalties)
-    # the choice between a correction and none is made on exact losses, whatever the nodes were
-    corrections = [None, *(fits[kind].correction for kind in kinds)]
-    uncorrected, *corrected = model.losses("select", corrections).double().mean(dim=1).tolist()
+    source = _source(model, ids)
+    candidates = {kind: fits_with_penalties(source, kind, penalties) for kind in kinds}
+    best = _best_on_select(model, candidates)
+    exact = model.losses("fit", [fit.correction for fit, _ in best.values()]).double().mean(dim=1).tolist()
+    uncorrected = model.mean_loss("select")
     chosen = {}
-    for kind, loss in zip(kinds, corrected, strict=True):
+    for (kind, (fit, loss)), exact_loss in zip(best.items(), exact, strict=True):
+        error = abs(fit.convergence.loss - exact_loss)
+        if fit.convergence.status == "node_edge" or error > CERTIFIED_ERROR:
+            fit, loss, error = _recentred(model, ids, fit, error, penalties)
         worse = uncorrected < loss
-        correction = Correction.identity() if worse else fits[kind].correction
-        chosen[kind] = Chosen(fits[kind], correction, worse, min(uncorrected, loss), errors[kind])
+        correction = Correction.identity() if worse else fit.correction
+        chosen[kind] = Chosen(fit, correction, worse, min(uncorrected, loss), error)
     return chosen
 
 
-def select_loss(statistics: HeadStatistics, correction: Correction) -> float:
-    """Return the mean loss of a correction fitted on the same set, from the statistics of `select`."""
-    bias = torch.zeros(statistics.ids.shape, dtype=torch.float64)
-    if correction.ids.numel():
-        bias = correction.bias.double()
-    return fit_objective(statistics, correction.beta, bias).loss
+def _source(model: OutputModel, ids: torch.Tensor, betas: torch.Tensor | None = None) -> FitObjective:
+    """Return what the fits minimise: statistics of `fit` where they fit in the budget, else exact passes."""
+    states = model.splits["fit"]
+    needed = 4 * ids.numel() * len(states.targets)
+    if needed <= STATISTICS_BUDGET:
+        return StatisticsObjective(model.statistics("fit", ids, betas))
+    _LOG.info("statistics of %d ids would take %.0f GiB: fitted by exact passes", ids.numel(), needed / 2**30)
+    return ExactObjective(states.hidden, model.head, states.targets, ids, model.readout)
 
 
-def _select(fits: list[Fit], select: HeadStatistics) -> Fit:
-    """Return the fit with the lowest loss on `select`; ties go to the larger penalty."""
-    return min(fits, key=lambda fit: (select_loss(select, fit.correction), -fit.penalty))
+def _best_on_select(model: OutputModel, candidates: Mapping[str, list[Fit]]) -> dict[str, tuple[Fit, float]]:
+    """Return, for each kind, the fit with the lowest exact loss on `select`, and that loss; ties to the larger λ."""
+    fits = [fit for own in candidates.values() for fit in own]
+    means = model.losses("select", [fit.correction for fit in fits]).double().mean(dim=1).tolist()
+    best: dict[str, tuple[Fit, float]] = {}
+    for fit, loss in zip(fits, means, strict=True):
+        if fit.kind not in best or (loss, -fit.penalty) < (best[fit.kind][1], -best[fit.kind][0].penalty):
+            best[fit.kind] = fit, loss
+    return best
 
 
 def _recentred(
     model: OutputModel, ids: torch.Tensor, fit: Fit, error: float, penalties: Sequence[float]
-) -> tuple[Fit, float]:
-    """Make statistics around the fit's β, wider where it ran into an edge, narrower where it disagreed."""
+) -> tuple[Fit, float, float]:
+    """Make statistics around the fit's β, wider where it ran into an edge, narrower where it disagreed.
+
+    Returns the fit, its loss on `select` and its certified error.
+    """
     half_width = math.log(2.5 / 0.4) / 2
     for _ in range(_MOST_RECENTRINGS):
         if fit.convergence.status != "node_edge":
             half_width /= 2
-        low, high = _range_around(fit.correction.beta, half_width)
-        _LOG.info(
-            "%s: β = %.4g (%s, off by %.1e): statistics again on [%.3g, %.3g]",
-            fit.kind,
-            fit.correction.beta,
-            fit.convergence.status,
-            error,
-            low,
-            high,
-        )
-        betas = chebyshev_betas(low, high)
-        statistics = model.statistics("fit", ids, betas)
-        select = model.statistics("select", ids, betas)
-        fit = _select(fits_with_penalties(statistics, fit.kind, penalties), select)
+        beta = fit.correction.beta
+        low, high = _range_around(beta, half_width)
+        _LOG.info("%s ended at β = %.4g: statistics again on [%.3g, %.3g]", fit.kind, beta, low, high)
+        source = _source(model, ids, chebyshev_betas(low, high))
+        fit, loss = _best_on_select(model, {fit.kind: fits_with_penalties(source, fit.kind, penalties)})[fit.kind]
         error = abs(fit.convergence.loss - model.mean_loss("fit", fit.correction))
         if fit.convergence.status != "node_edge" and error <= CERTIFIED_ERROR:
-            return fit, error
+            return fit, loss, error
     raise PsdError(
         f"the {fit.kind} fit could not be certified: at β = {fit.correction.beta:.4g} statistics and exact pass "
         f"differ by {error:.2g} nats per token"

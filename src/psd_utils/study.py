@@ -209,6 +209,8 @@ def _describe(pair: Pair, settings: Settings, captures: Mapping[str, Capture]) -
 
 def _claim(folder: Path, described: dict[str, Any], overwrite: bool) -> None:
     """Make the folder this run's: refuse another run's results unless `overwrite` says so."""
+    for leftover in folder.rglob(".*.tmp"):
+        leftover.unlink()  # of a run that was killed while writing; the lock says that no other is at work here
     summary = folder / "summary.json"
     if summary.is_file():
         earlier = read_json(summary)
