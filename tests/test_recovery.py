@@ -230,3 +230,11 @@ def test_rows_with_a_setting_are_left_out() -> None:
     pd.testing.assert_frame_equal(
         psd.recovery_table(pd.concat([losses, other]), n_resamples=100), psd.recovery_table(losses, n_resamples=100)
     )
+
+
+def test_damage_seeds_may_be_floats_as_pandas_makes_them_beside_nulls() -> None:
+    losses = world()
+    pd.testing.assert_frame_equal(
+        psd.recovery_table(losses.astype({"damage_seed": float}), n_resamples=100),
+        psd.recovery_table(losses.astype({"damage_seed": "Int64"}), n_resamples=100),
+    )

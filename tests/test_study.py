@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import psd_utils as psd
-from psd_utils import controls, report
+from psd_utils import controls, report, study
 from psd_utils.corpus import SPLITS
 from psd_utils.fit import PENALTIES
 from psd_utils.head import OutputModel
@@ -108,7 +108,7 @@ def test_every_loss_is_the_models_own_under_the_saved_correction(done: psd.Study
 
 def test_losses_alone_rebuild_every_loss_based_column(done: psd.Study) -> None:
     rebuilt = psd.recovery_table(pd.read_parquet(done.path / "losses.parquet"), n_resamples=500, seed=0)
-    for name in set(rebuilt.columns) - {"reason", "n_damage_seeds"}:
+    for name in set(rebuilt.columns) - {"reason"}:
         pd.testing.assert_series_equal(rebuilt[name], done.recovery[name], check_dtype=False)
 
 
@@ -188,6 +188,45 @@ def test_overwrite_replaces_the_results(pair: psd.Pair, tmp_path: Path) -> None:
     assert set(again.losses["member"]) == {"base", "derived"}
     assert not list((again.path / "parts").glob("damaged*"))
     assert again.recovery["damage_share"].isna().all()
+    assert again.recovery["reason"].str.contains("no damaged models").all()
+
+
+def test_same_folders_spelt_otherwise_are_the_same_run(
+    pair: psd.Pair, done: psd.Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(pair.base.model).parent)
+    spelt = psd.Pair(base="base", derived="./derived", text=pair.text, top_k=64, dtype="float32")
+    assert spelt.name == pair.name
+    again = psd.run_study(spelt, out_dir=done.path.parent, **OPTIONS)
+    pd.testing.assert_frame_equal(again.recovery, done.recovery, check_dtype=False)
+
+
+def test_other_settings_are_refused_before_anything_is_scored(
+    pair: psd.Pair, done: psd.Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "score_member", None)
+    with pytest.raises(psd.PsdError, match="holds the results of other settings"):
+        psd.run_study(pair, out_dir=done.path.parent, n_tokens=2000, **OPTIONS)
+
+
+def test_damaged_part_is_named_with_what_to_do(pair: psd.Pair, tmp_path: Path) -> None:
+    result = psd.run_study(pair, out_dir=tmp_path, **OPTIONS | {"n_damage_seeds": 0})
+    part = result.path / "parts" / "derived.parquet"
+    part.write_bytes(part.read_bytes()[:100])
+    with pytest.raises(psd.PsdError, match=r"derived.parquet is damaged .*delete it and run again"):
+        psd.run_study(pair, out_dir=tmp_path, **OPTIONS | {"n_damage_seeds": 0})
+    part.unlink()
+    again = psd.run_study(pair, out_dir=tmp_path, **OPTIONS | {"n_damage_seeds": 0})
+    pd.testing.assert_frame_equal(again.recovery, result.recovery, check_dtype=False)
+
+
+def test_masked_padding_is_another_run_with_the_padded_rows_out_of_the_softmax(pair: psd.Pair, tmp_path: Path) -> None:
+    options = OPTIONS | {"n_damage_seeds": 0}
+    plain = psd.run_study(pair, out_dir=tmp_path / "plain", **options).recovery.set_index("correction")
+    masked = psd.run_study(pair, out_dir=tmp_path / "masked", mask_padding=True, **options)
+    assert (masked.recovery.set_index("correction")["loss_base"] < plain["loss_base"]).all()
+    with pytest.raises(psd.PsdError, match="mask_padding"):
+        psd.run_study(pair, out_dir=tmp_path / "masked", **options)
 
 
 def test_study_can_be_loaded_without_any_model(done: psd.Study, pair: psd.Pair) -> None:

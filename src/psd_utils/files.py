@@ -76,6 +76,20 @@ def write_table(path: Path, table: pd.DataFrame) -> None:
     write_atomically(path, lambda p: table.to_parquet(p, index=False))
 
 
+def read_table(path: Path) -> pd.DataFrame:
+    """Return the parquet table in `path`.
+
+    Raises:
+        PsdError: the file is missing or damaged.
+    """
+    try:
+        return pd.read_parquet(path)
+    except FileNotFoundError as error:
+        raise PsdError(f"{path} is missing; delete summary.json beside it and run again") from error
+    except (OSError, ValueError) as error:
+        raise PsdError(f"{path} is damaged ({error}); delete it and run again") from error
+
+
 def sha256_of_file(path: Path) -> str:
     """Return the sha256 of a file's bytes, in hex."""
     with open(path, "rb") as handle:

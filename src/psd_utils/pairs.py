@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,11 @@ def _place(name: str | None) -> str | None:
     """Return the absolute path of a local folder, so that it is the same from every working folder, or a hub name."""
     folder = None if name is None else model_folder(name)
     return name if folder is None else str(folder.resolve())
+
+
+def resolved(member: Member) -> Member:
+    """Return a member whose local folders are written so that they are found from any working folder."""
+    return replace(member, model=_place(member.model) or member.model, adapter=_place(member.adapter))
 
 
 def load_pair(name: str, registry: Path | None = None) -> Pair:

@@ -126,7 +126,7 @@ class _Sums:
         columns_of_base = by_correction(base, "the base")
         columns_of_derived = by_correction(derived, "the derived model")
         by_seed = {
-            int(str(seed)): by_correction(part, f"damaged model {seed}")
+            int(part["damage_seed"].iloc[0]): by_correction(part, f"damaged model {seed}")
             for seed, part in damaged.groupby("damage_seed", sort=True)
         }
         corrections = [c for c in columns_of_derived if c in columns_of_base and c != "none"]
@@ -191,7 +191,7 @@ def _row(sums: _Sums, correction: str, resample: _Resamples) -> dict[str, object
         "gap": gap / tokens,
         "gain_base": gain_base.sum() / tokens,
         "gain_derived": gain_derived.sum() / tokens,
-        "n_damage_seeds": len(sums.damaged.get("none", {})),
+        "n_damage_seeds": len(sums.damaged.get(correction, {})),
         "reason": None,
     }
     if sums.n_documents < 2:

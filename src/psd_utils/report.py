@@ -169,7 +169,7 @@ def finished_studies(out_dir: str | None, pair: str | None = None) -> list[Study
         raise PsdError(f"no finished study {what}in {folder}: run 02_fit first, with the same out_dir")
     studies = []
     for name in names:
-        described = read_json(folder / name / "summary.json")["settings"]
+        described = read_json(folder / name / "summary.json")
         own = Pair(base=Member(**described["base"]), derived=Member(**described["derived"]), name=name)
         studies.append(load_study(own, folder))
     return studies

@@ -116,6 +116,20 @@ def _check_rows(label: str, rows: int, tokenizer_length: int) -> None:
         )
 
 
+def capture_identity(task: ScoringTask, role: str, device: Device) -> dict[str, Any]:
+    """Return everything that can change a number of a member's capture; `capture_key` hashes it."""
+    corpus = task.corpus
+    return {
+        "model": task.source(role).identity,
+        "dtype": device.dtype_name,
+        "tokenizer": task.tokenizer_hash,
+        "corpus": corpus.manifest["sha256"],
+        "cut": corpus.cut,
+        "prefix_id": corpus.prefix_id,
+        "shard_tokens": SHARD_TOKENS,
+    }
+
+
 def score_member(
     task: ScoringTask, role: str, device: Device, folder: Path, facts: ModelFacts | None = None
 ) -> Capture:
@@ -127,16 +141,7 @@ def score_member(
     Raises:
         PsdError: the model cannot be loaded or reproduced, its head is too short, or a state is not finite.
     """
-    source, corpus = task.source(role), task.corpus
-    identity = {
-        "model": source.identity,
-        "dtype": device.dtype_name,
-        "tokenizer": task.tokenizer_hash,
-        "corpus": corpus.manifest["sha256"],
-        "cut": corpus.cut,
-        "prefix_id": corpus.prefix_id,
-        "shard_tokens": SHARD_TOKENS,
-    }
+    source, identity = task.source(role), capture_identity(task, role, device)
     key = capture_key(identity)
     target = folder / key
     locks = folder / ".locks"

@@ -1,0 +1,108 @@
+"""One fitted model of a study: its loss rows, corrections and records, kept on disk so that a killed run resumes."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from safetensors import safe_open
+
+from .correction import Correction
+from .errors import PsdError
+from .files import read_table, write_table
+from .head import OutputModel
+from .losses import loss_rows
+from .recovery import DAMAGE_CONTROL
+from .selection import Chosen, choose_corrections
+
+
+@dataclass(frozen=True)
+class Part:
+    """A model's rows of losses.parquet, and by kind its correction and what is recorded of its fit."""
+
+    losses: pd.DataFrame
+    corrections: Mapping[str, Correction]
+    records: Mapping[str, Mapping[str, Any]]
+
+    def mean_loss(self, split: str) -> float:
+        """Return the mean uncorrected loss on a split, nats per token: a ratio of sums."""
+        rows = self.losses[(self.losses["split"] == split) & (self.losses["correction"] == "none")]
+        return float(rows["loss_sum"].sum() / rows["tokens"].sum())
+
+
+def fit_part(
+    model: OutputModel,
+    sets: Mapping[tuple[str, ...], torch.Tensor],
+    *,
+    pair: str,
+    label: str,
+    vocabulary: int,
+    tokenizer: str,
+    facts: Mapping[str, Any],
+) -> Part:
+    """Return a model's fits of several kinds (`sets`: kinds -> their ids) with its exact losses on every split.
+
+    `label` is base, derived, or damaged-0, damaged-1, …; `facts` are added to every record.
+    """
+    chosen: dict[str, Chosen] = {}
+    for kinds, ids in sets.items():
+        chosen |= choose_corrections(model, ids, kinds)
+    corrections = {
+        kind: replace(c.correction, vocabulary=vocabulary, tokenizer=tokenizer) for kind, c in chosen.items()
+    }
+    member, _, seed = label.partition("-")
+    losses = loss_rows(
+        model,
+        corrections,
+        pair=pair,
+        member=member,
+        control=DAMAGE_CONTROL if seed else None,
+        damage_seed=int(seed) if seed else None,
+    )
+    return Part(losses, corrections, {kind: {**_record(c), **facts} for kind, c in chosen.items()})
+
+
+def _record(chosen: Chosen) -> dict[str, Any]:
+    """Return what is kept of a fit beside its correction: penalty, selection, convergence."""
+    return {
+        "kind": chosen.fit.kind,
+        "penalty": chosen.fit.penalty,
+        "fitted_temperature": chosen.fit.correction.temperature,
+        "set_size": int(chosen.fit.correction.ids.numel()),
+        "selected_none": chosen.selected_none,
+        "select_loss": chosen.select_loss,
+        "certified_error": chosen.certified_error,
+        **asdict(chosen.fit.convergence),
+    }
+
+
+def write_part(folder: Path, label: str, part: Part) -> None:
+    """Write corrections, each with its record, then the rows: their presence says that the part is whole."""
+    for kind, correction in part.corrections.items():
+        correction.save(folder / "corrections" / f"{label}-{kind}.safetensors", record=part.records[kind])
+    write_table(folder / "parts" / f"{label}.parquet", part.losses)
+
+
+def read_part(folder: Path, label: str) -> Part | None:
+    """Return a finished part, or None if it is not there.
+
+    Raises:
+        PsdError: a file of the part is damaged or missing; it names the file to delete.
+    """
+    path = folder / "parts" / f"{label}.parquet"
+    if not path.is_file():
+        return None
+    losses = read_table(path)
+    corrections, records = {}, {}
+    for kind in losses["correction"].unique():
+        file = folder / "corrections" / f"{label}-{kind}.safetensors"
+        try:
+            corrections[kind] = Correction.load(file)
+        except PsdError as error:
+            raise PsdError(f"{error}; delete {path} and run again: only this model is fitted anew") from error
+        with safe_open(str(file), framework="pt") as opened:
+            records[kind] = json.loads(opened.metadata()["note"])["record"]
+    return Part(losses, corrections, records)
