@@ -5,6 +5,7 @@ fixed order, so that two runs give the same bits.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -179,6 +180,11 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which kernels are launched on a device, which need not be the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def head_statistics(
     hidden: torch.Tensor,
     head: torch.Tensor,
@@ -189,7 +195,8 @@ def head_statistics(
     blocks: Blocks | None = None,
 ) -> HeadStatistics:
     """Return the statistics of DESIGN §3 in float32, on the head's device."""
-    return passes.head_statistics(TritonEngine(hidden, head, readout, blocks), hidden, targets, ids, betas)
+    with _on(head.device):
+        return passes.head_statistics(TritonEngine(hidden, head, readout, blocks), hidden, targets, ids, betas)
 
 
 def corrected_losses(
@@ -201,7 +208,8 @@ def corrected_losses(
     blocks: Blocks | None = None,
 ) -> torch.Tensor:
     """Return exact losses [C, N] in nats under several corrections, from one pass over the product."""
-    return passes.corrected_losses(TritonEngine(hidden, head, readout, blocks), hidden, targets, corrections)
+    with _on(head.device):
+        return passes.corrected_losses(TritonEngine(hidden, head, readout, blocks), hidden, targets, corrections)
 
 
 def corrected_moments(
@@ -213,7 +221,8 @@ def corrected_moments(
     blocks: Blocks | None = None,
 ) -> CorrectedMoments:
     """Return the exact loss, Σ_n p(k) on the set and E_p[z], from one pass over the product."""
-    return passes.corrected_moments(TritonEngine(hidden, head, readout, blocks), hidden, targets, correction)
+    with _on(head.device):
+        return passes.corrected_moments(TritonEngine(hidden, head, readout, blocks), hidden, targets, correction)
 
 
 # tokens × ids of one tile of the objective's two sweeps
@@ -225,6 +234,11 @@ def fit_objective(
     statistics: HeadStatistics, beta: float, bias: torch.Tensor, tile: tuple[int, int] = _FIT_TILE
 ) -> Objective:
     """Return the mean loss and gradient at (β, b) from statistics; the same bits every time, float64 totals."""
+    with _on(statistics.set_logits.device):
+        return _objective(statistics, beta, bias, tile)
+
+
+def _objective(statistics: HeadStatistics, beta: float, bias: torch.Tensor, tile: tuple[int, int]) -> Objective:
     s, (block, columns) = statistics, tile
     n, k, device = len(s), s.ids.numel(), s.set_logits.device
     exponent, beta = exponent_of(beta, torch.float32)
