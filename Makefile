@@ -53,12 +53,12 @@ bench: install
 
 # rebuilds figures/ from the shipped tiny pairs: about 2 minutes a pair on two cores
 results: install
-	@mkdir -p $(RESULTS)/notebooks
+	@mkdir -p $(RESULTS)/tiny
 	for pair in $(TINY_PAIRS); do \
-	  $(BIN)/papermill notebooks/02_fit.ipynb $(RESULTS)/notebooks/02_fit_$$pair.ipynb -r pair $$pair || exit 1; \
+	  $(BIN)/papermill notebooks/02_fit.ipynb $(RESULTS)/tiny/02_fit_$$pair.ipynb -r pair $$pair -r out_dir $(RESULTS)/tiny || exit 1; \
 	done
-	$(BIN)/papermill notebooks/04_figures.ipynb $(RESULTS)/notebooks/04_figures.ipynb
-	$(BIN)/python scripts/publish_results.py $(RESULTS) figures
+	$(BIN)/papermill notebooks/04_figures.ipynb $(RESULTS)/tiny/04_figures.ipynb -r out_dir $(RESULTS)/tiny
+	$(BIN)/python scripts/publish_results.py $(RESULTS)/tiny figures
 
 clean:
 	rm -rf $(VENV) data/captures $(RESULTS)

@@ -118,5 +118,5 @@ class Correction:
                 )
         except FileNotFoundError as error:
             raise PsdError(f"no correction at {path}") from error
-        except SafetensorError as error:
+        except (SafetensorError, OSError, json.JSONDecodeError) as error:
             raise PsdError(f"{path} is not a readable safetensors file: {error}") from error

@@ -122,6 +122,16 @@ def chosen_members(members: str) -> tuple[str, ...]:
     return roles[members]
 
 
+def require_both(members: str) -> None:
+    """Check that a notebook that compares both members was not asked for one.
+
+    Raises:
+        PsdError: `members` is not "both".
+    """
+    if chosen_members(members) != ("base", "derived"):
+        raise PsdError(f"this notebook compares both members, found members {members!r}; 01_score can score one alone")
+
+
 def study_arguments(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of `run_study` among a notebook's parameters, those not given left out."""
     names = ("text", "n_tokens", "top_k", "device", "dtype", "seed", "n_damage_seeds", "n_resamples", "out_dir")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -117,7 +118,7 @@ class ExactObjective:
     readout: Readout
     beta_interval: tuple[float, float] = BETA_BOUNDS
 
-    @property
+    @cached_property
     def counts(self) -> torch.Tensor:
         """Targets of each id, float64 [K]."""
         return torch.bincount(self.targets, minlength=self.head.shape[0]).cpu()[self.ids].double()

@@ -20,7 +20,8 @@ CERTIFIED_ERROR = 1e-5
 """How far statistics and exact pass may disagree on the mean loss of `fit`, nats per token (DESIGN §3)."""
 
 STATISTICS_BUDGET = 8 * 2**30
-"""Bytes that the statistics of `fit` may take; a larger set is fitted by exact passes instead."""
+"""Bytes that the set's logits on `fit` may take (the solver holds their exponentials too); a larger set is fitted by
+exact passes instead."""
 
 _MOST_RECENTRINGS = 8
 
@@ -60,8 +61,8 @@ def choose_corrections(
     chosen = {}
     for (kind, (fit, loss)), exact_loss in zip(best.items(), exact, strict=True):
         error = abs(fit.convergence.loss - exact_loss)
-        if fit.convergence.status == "node_edge" or error > CERTIFIED_ERROR:
-            fit, loss, error = _recentred(model, ids, fit, error, penalties)
+        if _clipped(candidates[kind]) or error > CERTIFIED_ERROR:
+            fit, loss, error = _recentred(model, ids, candidates[kind], penalties)
         worse = uncorrected < loss
         correction = Correction.identity() if worse else fit.correction
         chosen[kind] = Chosen(fit, correction, worse, min(uncorrected, loss), error)
@@ -90,31 +91,34 @@ def _best_on_select(model: OutputModel, candidates: Mapping[str, list[Fit]]) -> 
 
 
 def _recentred(
-    model: OutputModel, ids: torch.Tensor, fit: Fit, error: float, penalties: Sequence[float]
+    model: OutputModel, ids: torch.Tensor, candidates: list[Fit], penalties: Sequence[float]
 ) -> tuple[Fit, float, float]:
-    """Make statistics around the fit's β, wider where it ran into an edge, narrower where it disagreed.
+    """Make statistics around the β of all candidates: moved where one ran into an edge, else narrower.
 
-    Returns the fit, its loss on `select` and its certified error.
+    Returns the chosen fit, its loss on `select` and its certified error.
     """
+    kind = candidates[0].kind
     half_width = math.log(2.5 / 0.4) / 2
     for _ in range(_MOST_RECENTRINGS):
-        if fit.convergence.status != "node_edge":
+        if not _clipped(candidates):
             half_width /= 2
-        beta = fit.correction.beta
-        low, high = _range_around(beta, half_width)
-        _LOG.info("%s ended at β = %.4g: statistics again on [%.3g, %.3g]", fit.kind, beta, low, high)
-        source = _source(model, ids, chebyshev_betas(low, high))
-        fit, loss = _best_on_select(model, {fit.kind: fits_with_penalties(source, fit.kind, penalties)})[fit.kind]
+        betas = [fit.correction.beta for fit in candidates]
+        low = max(BETA_BOUNDS[0], min(betas) * math.exp(-half_width))
+        high = min(BETA_BOUNDS[1], max(betas) * math.exp(half_width))
+        _LOG.info(
+            "%s ended at β = %.4g to %.4g: statistics again on [%.3g, %.3g]", kind, min(betas), max(betas), low, high
+        )
+        candidates = fits_with_penalties(_source(model, ids, chebyshev_betas(low, high)), kind, penalties)
+        fit, loss = _best_on_select(model, {kind: candidates})[kind]
         error = abs(fit.convergence.loss - model.mean_loss("fit", fit.correction))
-        if fit.convergence.status != "node_edge" and error <= CERTIFIED_ERROR:
+        if not _clipped(candidates) and error <= CERTIFIED_ERROR:
             return fit, loss, error
     raise PsdError(
-        f"the {fit.kind} fit could not be certified: at β = {fit.correction.beta:.4g} statistics and exact pass "
+        f"the {kind} fit could not be certified: at β = {fit.correction.beta:.4g} statistics and exact pass "
         f"differ by {error:.2g} nats per token"
     )
 
 
-def _range_around(beta: float, half_width: float) -> tuple[float, float]:
-    low = max(BETA_BOUNDS[0], beta * math.exp(-half_width))
-    high = min(BETA_BOUNDS[1], beta * math.exp(half_width))
-    return low, high
+def _clipped(candidates: Sequence[Fit]) -> bool:
+    """Whether any candidate stopped at the edge of the nodes, and so was compared before its optimum."""
+    return any(fit.convergence.status == "node_edge" for fit in candidates)
