@@ -1,10 +1,11 @@
 """A member -> a loaded model whose final states and head reproduce its own logits, or an error that says why not."""
 
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,13 @@ def load_model(source: Source, device: Device) -> LoadedModel:
     model = model.to(device.device).eval()
     stored = getattr(AutoConfig.from_pretrained(source.folder), "dtype", None)
     split = _split_at_head(label, model, str(stored).removeprefix("torch."))
-    _check_reproduction(label, model, split)
+    try:
+        _check_reproduction(label, model, split)
+    except PsdError:
+        raise
+    except Exception as error:  # each architecture fails in its own way
+        what = f"{label} ({type(model).__name__})"
+        raise PsdError(f"{what} fails in {device.dtype_name}, so it is not scored: {_brief(error)}") from error
     return split
 
 
@@ -266,9 +273,9 @@ def _merge_adapter(model: Any, source: Source, dtype: torch.dtype) -> Any:
 
 
 @torch.inference_mode()
-def _probe(model: Any) -> torch.Tensor:
+def _probe(model: Any, ids: torch.Tensor | None = None) -> torch.Tensor:
     """Return a model's own logits, float32 [tokens, rows], on a few tokens."""
-    ids = _probe_ids(model)
+    ids = _probe_ids(model) if ids is None else ids
     return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
 
 
@@ -308,23 +315,80 @@ def _split_at_head(label: str, model: Any, stored_dtype: str) -> LoadedModel:
 
 @torch.inference_mode()
 def _check_reproduction(label: str, model: Any, loaded: LoadedModel) -> None:
-    """Compare readout(states @ headᵀ) with the model's own logits on a few tokens."""
+    """Compare readout(states @ headᵀ) with the model's own logits on a few tokens, which must not see later ones."""
     ids = _probe_ids(model)
     own = _probe(model)
     states = loaded.states(ids, torch.ones_like(ids))[0]
     ours = loaded.readout.logits((states @ loaded.head.T).float())
+    what = f"{label} ({type(model).__name__})"
     if own.shape != ours.shape:
-        raise PsdError(
-            f"{label} ({type(model).__name__}): logits of shape {tuple(own.shape)}, ours {tuple(ours.shape)}"
-        )
+        raise PsdError(f"{what}: logits of shape {tuple(own.shape)}, ours {tuple(ours.shape)}")
     # half precision rounds the model's own logits; float32 must agree closely
     tolerance = 1e-4 if loaded.head.dtype == torch.float32 else 3e-2
-    difference = _relative_difference(own, ours)
+    difference = max(_relative_difference(own, ours), _readout_difference(model, loaded) * tolerance / 1e-4)
     if not difference <= tolerance:
         raise PsdError(
-            f"{label} ({type(model).__name__}): its logits are not head · final state (relative difference "
-            f"{difference:.2g}); this output layer cannot be reproduced, so it is not scored"
+            f"{what}: its logits are not head · final state (relative difference {difference:.2g}); this output layer "
+            "cannot be reproduced, so it is not scored"
         )
+    other = ids.clone()
+    other[0, -1] = ids[0, 0]
+    if not _relative_difference(own[:-1], _probe(model, other)[:-1]) <= tolerance:
+        raise PsdError(f"{what}: a prediction changes with the tokens that follow it; only causal models are scored")
+
+
+def _readout_difference(model: Any, loaded: LoadedModel) -> float:
+    """Return the largest relative difference between the readout and the model's own, in float32, on random states.
+
+    In half precision a model's own logits are too coarse to show, say, a soft-capping that is not known here. So the
+    model reads out states that are put in place of its own, small and large ones, with the first rows of its head.
+    """
+    own_head = model.get_output_embeddings()
+    rows = slice(0, 1024)
+    head = torch.nn.Linear(loaded.head.shape[1], loaded.head[rows].shape[0], bias=loaded.readout.bias is not None)
+    head.weight = torch.nn.Parameter(loaded.head[rows].float(), requires_grad=False)
+    if loaded.readout.bias is not None:
+        head.bias = torch.nn.Parameter(loaded.readout.bias[rows].float(), requires_grad=False)
+    ids = _probe_ids(model)
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(ids.shape[1], loaded.head.shape[1], generator=generator).to(head.weight)
+    unit = random / (random @ head.weight.T).abs().max().clamp(min=1e-30)
+    difference = 0.0
+    for size in (1.0, 100.0):
+        states = unit * size
+        model.set_output_embeddings(head)
+        try:
+            with _states_put_in(loaded.backbone, head, states):
+                own = _probe(model)
+        finally:
+            model.set_output_embeddings(own_head)
+        ours = replace(loaded.readout, bias=head.bias).logits(states @ head.weight.T)
+        if own.shape != ours.shape:
+            return math.inf
+        difference = max(difference, float((own - ours).abs().max() / own.abs().max().clamp(min=1e-30)))
+    return difference
+
+
+@contextmanager
+def _states_put_in(backbone: torch.nn.Module, head: torch.nn.Module, states: torch.Tensor) -> Iterator[None]:
+    """Give the output layer these states in place of the backbone's own."""
+    reached = False
+
+    def after_backbone(_module: Any, _inputs: Any, output: Any) -> Any:
+        nonlocal reached
+        reached, output.last_hidden_state = True, states[None]
+        return output
+
+    def before_head(_module: Any, inputs: Any) -> Any:
+        # some models call only a part of what transformers names their backbone
+        return inputs if reached else (states[None],)
+
+    hooks = [backbone.register_forward_hook(after_backbone), head.register_forward_pre_hook(before_head)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def check_facts(label: str, facts: ModelFacts, found: ModelFacts) -> None:
