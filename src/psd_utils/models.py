@@ -192,6 +192,11 @@ def load_model(source: Source, device: Device) -> LoadedModel:
     Raises:
         PsdError: weights are missing or left over, or the output layer is not one this package can reproduce.
     """
+    return load_causal_model(source, device)[1]
+
+
+def load_causal_model(source: Source, device: Device) -> tuple[Any, LoadedModel]:
+    """Return transformers' own model, and the same split at its output layer; checked as by `load_model`."""
     label = source.member.label
     with _quiet():
         try:
@@ -219,7 +224,7 @@ def load_model(source: Source, device: Device) -> LoadedModel:
     except Exception as error:  # each architecture fails in its own way
         what = f"{label} ({type(model).__name__})"
         raise PsdError(f"{what} fails in {device.dtype_name}, so it is not scored: {_brief(error)}") from error
-    return split
+    return model, split
 
 
 def _check_loading(label: str, model: Any, info: dict[str, Any]) -> None:
