@@ -29,6 +29,7 @@ from psd_utils.kernels import (
     fit_objective,
     reference,
 )
+from psd_utils.objectives import StatisticsObjective
 
 HERE = Path(__file__).parent
 PUBLISHED_HOURS = 13.5  # of an A100, for 14 pairs of a million tokens
@@ -308,7 +309,7 @@ def whole_pair(size: Size, clock: Clock, dtype: torch.dtype) -> dict[str, Any] |
     stats = head_statistics(hidden, work.head, targets, set_ids)
     fits: dict[str, float] = {}
     for kind in ("temperature", *FITTED_BIAS_KINDS[:2]):
-        fits[kind] = clock.seconds(lambda kind=kind: fits_with_penalties(stats, kind), 1) / n
+        fits[kind] = clock.seconds(lambda kind=kind: fits_with_penalties(StatisticsObjective(stats), kind), 1) / n
     per_token = {
         "forward": forward,
         "statistics": clock.seconds(work.statistics, 3) / size.tokens,

@@ -14,6 +14,7 @@ from psd_utils.corpus import SPLITS
 from psd_utils.fit import BETA_BOUNDS, BIAS_BOUND, fit_correction, fits_with_penalties
 from psd_utils.head import OutputModel, top_k_ids
 from psd_utils.kernels import Readout, chebyshev_betas, corrected_moments, corrected_nll
+from psd_utils.objectives import StatisticsObjective
 from psd_utils.selection import CERTIFIED_ERROR, choose_corrections
 
 WITHIN = 1e-6  # nats per token between the objective at a fit and its optimum
@@ -253,7 +254,9 @@ def test_the_gradient_at_a_fit_vanishes_in_the_exact_pass():
 
 
 def test_fits_repeat_bit_by_bit():
-    first, second = (fits_with_penalties(middle_statistics(), "bias_temperature") for _ in range(2))
+    first, second = (
+        fits_with_penalties(StatisticsObjective(middle_statistics()), "bias_temperature") for _ in range(2)
+    )
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a.correction.bias, b.correction.bias)
         assert a.correction.temperature == b.correction.temperature
