@@ -68,3 +68,10 @@ def test_the_true_share_is_known(script: ModuleType, text: pd.DataFrame) -> None
     assert 0.2 < script.true_shares(text)["symmetric"] < 0.4
     assert script.levels("percentile", 20) == (2.5, 97.5)
     assert script.levels("expanded", 20)[0] < 2.5 < script.levels("expanded", 10_000)[0] + 0.01
+
+
+def test_a_study_of_few_documents_says_that_its_intervals_cover_less(script: ModuleType, text: pd.DataFrame) -> None:
+    few, many = (script.loss_rows(text, script.draw(text, n, 1, seed=0)[0]) for n in (30, 60))
+    warned = psd.recovery_table(few, n_resamples=200).set_index("correction").loc["fixed", "reason"]
+    assert warned == "fewer than 40 documents: the 95 % intervals cover less than 95 %"
+    assert psd.recovery_table(many, n_resamples=200).set_index("correction").loc["fixed", "reason"] is None
