@@ -225,13 +225,13 @@ def _published_point(axes: Axes, row: pd.Series, prefix: str, y: float) -> None:
         axes.plot([float(below)], [y], marker="<", linestyle="none", color=grey, label="published: below", markersize=4)
 
 
-def _legend_once(figure: Figure, panels: Sequence[Axes]) -> None:
+def _legend_once(figure: Figure, panels: Sequence[Axes], columns: int = 4) -> None:
     """Put one legend below the panels, each label once."""
     handles: dict[str, Any] = {}
     for axes in panels:
         found, labels = axes.get_legend_handles_labels()
         handles |= dict(zip(labels, found, strict=True))
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=columns)
 
 
 def _floats(row: pd.Series) -> Mapping[str, float]:
