@@ -124,8 +124,10 @@ def _read(folder: Path) -> PairControls | None:
 
 
 def _models(study: Study, settings: Settings) -> PairModels:
-    device = settings.device.device
-    base, derived = (OutputModel.of(study.captures[role], device, settings.mask_padding) for role in ("base", "derived"))
+    base, derived = (
+        OutputModel.of(study.captures[role], settings.device.device, settings.mask_padding)
+        for role in ("base", "derived")
+    )
     tokenizer = study.summary["tokenizer"]
     special = torch.tensor(tokenizer["special"], dtype=torch.int64)
     return PairModels(study.pair.name, base, derived, special, tokenizer["length"])
