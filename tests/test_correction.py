@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import psd_utils as psd
+from psd_utils.files import write_tensors
 
 
 def correction(seed: int = 0, vocabulary: int = 30, k: int = 7, temperature: float = 1.3) -> psd.Correction:
@@ -84,12 +85,14 @@ def test_ids_beyond_the_logits_are_refused() -> None:
 def test_files_that_are_no_correction_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    save_file({"weight": torch.zeros(2)}, str(tmp_path / "other.safetensors"))
+    save_file({"weight": torch.zeros(2)}, str(tmp_path / "foreign.safetensors"))
+    write_tensors(tmp_path / "other.safetensors", {"weight": torch.zeros(2)})
     (tmp_path / "broken.safetensors").write_bytes(b"not a tensor file")
     for name, message in (
-        ("missing.safetensors", "no correction at"),
+        ("missing.safetensors", "missing.safetensors is missing"),
         ("other.safetensors", "is not a saved correction: it holds \\['weight'\\]"),
-        ("broken.safetensors", "is not a readable safetensors file"),
+        ("broken.safetensors", "is damaged, or not a file of this package"),
+        ("foreign.safetensors", "is damaged, or not a file of this package"),
     ):
         with pytest.raises(psd.PsdError, match=message):
             psd.Correction.load(tmp_path / name)

@@ -236,7 +236,7 @@ def test_damaged_head_or_corpus_is_named(task, tmp_path, name):
     path = scored.folder / name
     path.write_bytes(flip(path.read_bytes(), 3))  # in the length of the header
     assert verify(scored) == [name]
-    with pytest.raises(PsdError, match=f"{name} is damaged .*delete it and manifest.json beside it, and score again"):
+    with pytest.raises(PsdError, match=f"{name} is damaged .*delete manifest.json beside it and score again"):
         open_capture(scored.folder).head()
 
 
@@ -265,5 +265,5 @@ def test_damaged_manifest_is_named(task, tmp_path):
 def test_capture_of_another_format_is_refused(task, tmp_path, monkeypatch):
     scored = score_member(task, "base", CPU, tmp_path)
     monkeypatch.setattr(capture, "FORMAT", 99)
-    with pytest.raises(PsdError, match=r"has capture format 1, this version reads 99"):
+    with pytest.raises(PsdError, match=r"has capture format 2, this version reads 99"):
         open_capture(scored.folder)

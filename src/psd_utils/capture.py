@@ -7,20 +7,18 @@ data/captures/<key>/
     manifest.json               written last: what was scored, and the sha256 of every file
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from .corpus import SPLITS, Corpus
 from .errors import PsdError
-from .files import read_json, sha256_of_file, sha256_of_json, write_json, write_tensors
+from .files import read_json, read_tensors, sha256_of_file, sha256_of_json, write_json, write_tensors
 from .kernels import Readout
 
-FORMAT = 1
+FORMAT = 2
 SHARD_TOKENS = 16_384
 
 
@@ -82,12 +80,11 @@ class Capture:
 
     def head(self) -> tuple[torch.Tensor, Readout]:
         """Return the output head [rows, width] and what lies between product and logits."""
-        with _open(self.folder / "head.safetensors") as file:
-            names = list(file.keys())
-            weight = file.get_tensor("weight")
-            bias = file.get_tensor("bias") if "bias" in names else None
+        tensors, _ = _read(self.folder / "head.safetensors")
         settings = self.manifest["readout"]
-        return weight, Readout(bias=bias, scale=settings["scale"], softcap=settings["softcap"])
+        return tensors["weight"], Readout(
+            bias=tensors.get("bias"), scale=settings["scale"], softcap=settings["softcap"]
+        )
 
     def states(self, split: str) -> TextStates:
         """Return hidden states and targets of a split, in document order."""
@@ -124,6 +121,9 @@ def open_capture(folder: Path) -> Capture | None:
     manifest = read_json(folder / "manifest.json")
     if manifest.get("format") != FORMAT:
         raise PsdError(f"{folder} has capture format {manifest.get('format')}, this version reads {FORMAT}")
+    digest = manifest.pop("manifest_sha256", None)
+    if digest != sha256_of_json(manifest):
+        raise PsdError(f"{folder / 'manifest.json'} is damaged; delete it and score again: nothing whole is made anew")
     for name, facts in manifest["files"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != facts["bytes"]:
@@ -149,7 +149,7 @@ def write_manifest(folder: Path, identity: dict[str, Any], facts: dict[str, Any]
     names = ["corpus.safetensors", "head.safetensors", *(Shard(i, range(0)).file for i in range(shards))]
     files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of_file(folder / name)} for name in names}
     manifest = {"format": FORMAT, "identity": identity, **facts, "corpus": corpus.manifest, "files": files}
-    write_json(folder / "manifest.json", manifest)
+    write_json(folder / "manifest.json", manifest | {"manifest_sha256": sha256_of_json(manifest)})
 
 
 def write_corpus(path: Path, corpus: Corpus) -> None:
@@ -167,11 +167,10 @@ def write_corpus(path: Path, corpus: Corpus) -> None:
 
 def read_corpus(path: Path) -> Corpus:
     """Return the corpus written at `path`."""
-    with _open(path) as file:
-        note = json.loads(file.metadata()["note"])
-        a, b, c = note.pop("split_ends")
-        keys = tuple(note.pop("keys"))
-        return Corpus(file.get_tensor("tokens"), file.get_tensor("offsets"), keys, (a, b, c), **note)
+    tensors, note = _read(path)
+    a, b, c = note.pop("split_ends")
+    keys = tuple(note.pop("keys"))
+    return Corpus(tensors["tokens"], tensors["offsets"], keys, (a, b, c), **note)
 
 
 def read_shard(folder: Path, shard: Shard) -> dict[str, torch.Tensor]:
@@ -180,26 +179,22 @@ def read_shard(folder: Path, shard: Shard) -> dict[str, torch.Tensor]:
     Raises:
         PsdError: the file is damaged; it names the file.
     """
-    with _open(folder / shard.file) as file:
-        return {name: file.get_tensor(name) for name in ("hidden", "nll")}
+    return _read(folder / shard.file)[0]
 
 
 def shard_is_complete(folder: Path, shard: Shard, n_tokens: int, width: int) -> bool:
-    """Return whether a shard of an unfinished capture is there, readable and of the right shape."""
+    """Return whether a shard of an unfinished capture is there, undamaged and of the right shape."""
     try:
-        with safe_open(str(folder / shard.file), framework="pt") as file:
-            return list(file.get_slice("hidden").get_shape()) == [n_tokens, width]
-    except (FileNotFoundError, SafetensorError):
+        tensors, _ = read_tensors(folder / shard.file)
+    except PsdError:
         return False
+    return list(tensors["hidden"].shape) == [n_tokens, width]
 
 
-def _open(path: Path) -> Any:
+def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     try:
-        return safe_open(str(path), framework="pt")
-    except FileNotFoundError as error:
-        raise PsdError(f"{path} is missing; delete manifest.json beside it and score again") from error
-    except SafetensorError as error:
+        return read_tensors(path)
+    except PsdError as error:
         raise PsdError(
-            f"{path} is damaged ({error}); delete it and manifest.json beside it, and score again: only that part "
-            "is made anew"
+            f"{error}; delete manifest.json beside it and score again: only what is damaged is made anew"
         ) from error

@@ -101,7 +101,7 @@ def read_documents(path: str | Path) -> Iterator[Document]:
             continue
         try:
             row = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise PsdError(
                 f"{path}, line {number}: not a JSON object ({error}); is the file cut off, or compressed without the "
                 "suffix that says so?"

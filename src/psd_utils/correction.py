@@ -1,16 +1,14 @@
 """A fixed output-layer correction: one bias per token of a set, and one temperature."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from .errors import PsdError
-from .files import write_tensors
+from .files import read_tensors, write_tensors
 
 KINDS = ("none", "temperature", "prior_ratio", "bias", "bias_temperature", "bias_all")
 """The kinds of correction, each a row of every result (DESIGN §2)."""
@@ -25,8 +23,9 @@ def check_ids(ids: torch.Tensor, n_rows: int | None = None) -> None:
     Raises:
         PsdError: naming the first id that is duplicated, negative, or not below `n_rows`.
     """
-    if ids.ndim != 1 or ids.dtype.is_floating_point or ids.dtype == torch.bool:
-        raise PsdError(f"token ids must be a one-dimensional integer tensor, found {ids.dtype} {tuple(ids.shape)}")
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 1 or ids.dtype not in (torch.int64, torch.int32):
+        found = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise PsdError(f"token ids must be a one-dimensional int64 or int32 tensor, found {found}")
     if ids.numel() == 0:
         return
     if int(ids.min()) < 0:
@@ -103,20 +102,13 @@ class Correction:
         Raises:
             PsdError: the file is missing, damaged, or not a correction.
         """
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                names = set(file.keys())
-                if names != {"ids", "bias", "temperature"}:
-                    raise PsdError(f"{path} is not a saved correction: it holds {sorted(names)}")
-                note = json.loads((file.metadata() or {}).get("note", "{}"))
-                return cls(
-                    ids=file.get_tensor("ids"),
-                    bias=file.get_tensor("bias"),
-                    temperature=float(file.get_tensor("temperature")),
-                    vocabulary=note.get("vocabulary"),
-                    tokenizer=note.get("tokenizer"),
-                )
-        except FileNotFoundError as error:
-            raise PsdError(f"no correction at {path}") from error
-        except (SafetensorError, OSError, json.JSONDecodeError) as error:
-            raise PsdError(f"{path} is not a readable safetensors file: {error}") from error
+        tensors, note = read_tensors(Path(path))
+        if set(tensors) != {"ids", "bias", "temperature"}:
+            raise PsdError(f"{path} is not a saved correction: it holds {sorted(tensors)}")
+        return cls(
+            ids=tensors["ids"],
+            bias=tensors["bias"],
+            temperature=float(tensors["temperature"]),
+            vocabulary=note.get("vocabulary"),
+            tokenizer=note.get("tokenizer"),
+        )

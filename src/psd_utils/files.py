@@ -9,9 +9,21 @@ from typing import Any
 
 import pandas as pd
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 
 from .errors import PsdError
+
+_SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.bool: "BOOL",
+}
+_PIECE_BYTES = 1 << 24
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -62,18 +74,49 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any] | None = None) -> None:
-    """Write tensors as safetensors; `note` becomes one JSON entry of the header.
+    """Write tensors as safetensors, with `note` and a digest of the tensors as one JSON entry of the header.
 
     One entry only: safetensors keeps several in the order of a hash map, and equal content must give equal bytes.
     """
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    header = None if note is None else {"note": json.dumps(note, sort_keys=True, ensure_ascii=False)}
+    entry = {"note": dict(note or {}), "sha256": _digest(plain, note or {})}
+    header = {"psd": json.dumps(entry, sort_keys=True, ensure_ascii=False)}
     write_atomically(path, lambda p: save_file(plain, str(p), metadata=header))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors and the note of a file that `write_tensors` wrote.
+
+    Raises:
+        PsdError: the file is missing or unreadable, or its tensors are not those that were written.
+    """
+    try:
+        data = path.read_bytes()
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        tensors = load(data)
+        entry = json.loads(header["__metadata__"]["psd"])
+        note, digest = dict(entry["note"]), entry["sha256"]
+    except FileNotFoundError as error:
+        raise PsdError(f"{path} is missing") from error
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise PsdError(f"{path} is damaged, or not a file of this package ({error})") from error
+    if _digest(tensors, note) != digest:
+        raise PsdError(f"{path} is damaged: its content is not what was written")
+    return tensors, note
+
+
+def _digest(tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(note, sort_keys=True, ensure_ascii=False).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def write_table(path: Path, table: pd.DataFrame) -> None:
     """Write a table as parquet."""
-    write_atomically(path, lambda p: table.to_parquet(p, index=False))
+    write_atomically(path, lambda p: table.to_parquet(p, index=False, write_page_checksum=True))
 
 
 def read_table(path: Path) -> pd.DataFrame:
@@ -83,7 +126,7 @@ def read_table(path: Path) -> pd.DataFrame:
         PsdError: the file is missing or damaged.
     """
     try:
-        return pd.read_parquet(path)
+        return pd.read_parquet(path, page_checksum_verification=True)
     except FileNotFoundError as error:
         raise PsdError(f"{path} is missing; delete summary.json beside it and run again") from error
     except (OSError, ValueError) as error:

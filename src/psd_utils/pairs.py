@@ -100,7 +100,7 @@ class Pair:
                 raise PsdError(f"{name} must be a whole number of at least 1, found {value!r}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise PsdError(f"dtype {self.dtype!r}: {nearest(str(self.dtype), list(DTYPES))}")
-        if self.base == self.derived:
+        if resolved(self.base) == resolved(self.derived):
             raise PsdError(f"base and derived are the same model, {self.base.label}")
         if not self.name:
             object.__setattr__(self, "name", self._own_name())

@@ -1,6 +1,5 @@
 """One fitted model of a study: its loss rows, corrections and records, kept on disk so that a killed run resumes."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -8,11 +7,10 @@ from typing import Any
 
 import pandas as pd
 import torch
-from safetensors import safe_open
 
 from .correction import Correction
 from .errors import PsdError
-from .files import read_table, write_table
+from .files import read_table, read_tensors, write_table
 from .head import OutputModel
 from .losses import loss_rows
 from .recovery import DAMAGE_CONTROL
@@ -103,6 +101,5 @@ def read_part(folder: Path, label: str) -> Part | None:
             corrections[kind] = Correction.load(file)
         except PsdError as error:
             raise PsdError(f"{error}; delete {path} and run again: only this model is fitted anew") from error
-        with safe_open(str(file), framework="pt") as opened:
-            records[kind] = json.loads(opened.metadata()["note"])["record"]
+        records[kind] = read_tensors(file)[1]["record"]
     return Part(losses, corrections, records)

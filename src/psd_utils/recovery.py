@@ -50,6 +50,7 @@ SHARE_COLUMNS = (
     "reason",
 )
 DAMAGE_CONTROL = "head_noise"
+CONTROLS = (DAMAGE_CONTROL, "hidden_noise", "permuted_difference")
 FEW_DOCUMENTS = 40
 """Below this many documents the interval covers the truth in 89 to 94 % of studies (data/controls/coverage.csv)."""
 
@@ -77,14 +78,31 @@ def recovery_table(
     kept = losses[(losses["split"] == split) & losses["setting"].isna()]
     if kept.empty:
         raise PsdError(f"losses hold no rows of the split {split!r} without a setting")
+    kept = kept.assign(**{n: pd.to_numeric(kept[n], errors="coerce") for n in ("tokens", "loss_sum")})
     if not (np.isfinite(kept["loss_sum"]).all() and (kept["tokens"] > 0).all()):
         raise PsdError("losses hold a loss that is not finite, or a document without tokens")
+    _check_labels(kept)
     rows = []
     for pair, group in kept.groupby("pair", sort=False):
         sums = _Sums.of(group)
         resample = _Resamples(sums.n_documents, n_resamples, seed)
         rows += [{"pair": pair, **_row(sums, correction, resample)} for correction in sums.corrections]
     return pd.DataFrame(rows, columns=list(SHARE_COLUMNS)).astype({"reason": object})
+
+
+def _check_labels(rows: pd.DataFrame) -> None:
+    """Raise PsdError for a row whose labels would make it vanish from the table."""
+    for name in ("pair", "member", "correction", "document"):
+        if rows[name].isna().any():
+            raise PsdError(f"losses hold rows without a {name}")
+    for name, known in (("member", ("base", "derived", "damaged")), ("control", CONTROLS)):
+        unknown = set(rows[name].dropna()) - set(known)
+        if unknown:
+            raise PsdError(f"losses hold an unknown {name} {sorted(unknown)[0]!r}; known: {', '.join(known)}")
+    damaged = rows[rows["member"] == "damaged"]
+    for name in ("control", "damage_seed"):
+        if damaged[name].isna().any():
+            raise PsdError(f"losses hold rows of a damaged model without a {name}")
 
 
 @dataclass(frozen=True)
@@ -206,7 +224,7 @@ def _row(sums: _Sums, correction: str, resample: _Resamples) -> dict[str, object
     with_gap = drawn[:, 1] > 0
     row |= {"gap_low": low, "gap_high": high, "resamples_without_gap": int((~with_gap).sum())}
     if not low > 0:
-        where = "reaches 0" if high > 0 else "lies below 0"
+        where = "reaches 0" if high >= 0 else "lies below 0"
         words = f"nothing to recover: the gap's 95 % interval, {low:.4f} to {high:.4f} nats per token, {where}"
         return row | {"reason": words}
     reasons = []

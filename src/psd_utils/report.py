@@ -137,6 +137,9 @@ def _sentence(pair: str, rows: pd.DataFrame) -> str:
     row = rows[rows["correction"] == "bias_temperature"].iloc[0]
     if pd.isna(row["symmetric_share"]):
         return f"{pair}: no share is defined ({row['reason']})."
+    if row["gain_derived"] < 0:
+        worse = f"make the derived model worse on eval, by {-row['gain_derived']:.4f} nats/token"
+        return f"{pair}: bias and temperature {worse}: they overfit, so give more text; nothing is given back."
     share = f"{row['symmetric_share']:.1%} of its {row['gap']:.3f} nats/token gap"
     start = f"{pair}: bias and temperature give back {share} beyond what they give the base"
     if pd.isna(row["damage_share"]):
@@ -144,6 +147,8 @@ def _sentence(pair: str, rows: pd.DataFrame) -> str:
     damage = f"random damage of the same size gives back {row['damage_share']:.1%}"
     if pd.isna(row["excess_low"]):
         return f"{start}; {damage}; the excess has no interval."
+    if row["n_damage_seeds"] < 2:
+        return f"{start}; {damage}, by a single damage seed: run more seeds before comparing them."
     interval = f"excess {row['excess_share']:+.1%}, 95 % interval {row['excess_low']:+.1%} to {row['excess_high']:+.1%}"
     if row["excess_low"] > 0:
         verdict = "more of this loss than of random damage sits in a fixed prior or temperature"
@@ -169,7 +174,9 @@ def finished_studies(out_dir: str | None, pair: str | None = None) -> list[Study
         raise PsdError(f"no finished study {what}in {folder}: run 02_fit first, with the same out_dir")
     studies = []
     for name in names:
-        described = read_json(folder / name / "summary.json")
+        described = read_json(folder / name / "summary.json") if (folder / name / "summary.json").is_file() else {}
+        if "fits" not in described:
+            raise PsdError(f"the study in {folder / name} is not finished: run 02_fit for it again")
         own = Pair(base=Member(**described["base"]), derived=Member(**described["derived"]), name=name)
         studies.append(load_study(own, folder))
     return studies

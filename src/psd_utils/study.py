@@ -4,6 +4,7 @@ import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 DEFAULT_N_TOKENS = 1_000_000
 DEFAULT_TOP_K = 4096
+LARGEST_SEED = 2**32 - 1
 SET_KINDS = tuple(kind for kind in KINDS if kind != "bias_all")
 NOT_DAMAGED = "bias_all is fitted for base and derived only: no damage share"
 NO_DAMAGE = "no damaged models (none were asked for, or there is no gap on fit): no damage share"
@@ -83,7 +85,7 @@ class Study:
 def resolve_settings(
     pair: Pair,
     *,
-    text: str | None = None,
+    text: str | Path | None = None,
     n_tokens: int | None = None,
     top_k: int | None = None,
     device: str = "auto",
@@ -108,12 +110,24 @@ def resolve_settings(
         ("n_damage_seeds", n_damage_seeds, 0),
         ("n_resamples", n_resamples, 100),
     ):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
             raise PsdError(f"{name} must be a whole number of at least {least}, found {value!r}")
+    if seed > LARGEST_SEED:
+        raise PsdError(f"seed must be at most {LARGEST_SEED}, found {seed}")
     chosen = choose_device(device, dtype or pair.dtype)
     _LOG.info("%s", chosen.reason)
     folder = Path(out_dir).expanduser().resolve() if out_dir else results_dir()
-    return Settings(text, n_tokens, top_k, chosen, seed, n_damage_seeds, n_resamples, folder, mask_padding)
+    return Settings(
+        text=None if text is None else str(text),
+        n_tokens=int(n_tokens),
+        top_k=int(top_k),
+        device=chosen,
+        seed=int(seed),
+        n_damage_seeds=int(n_damage_seeds),
+        n_resamples=int(n_resamples),
+        out_dir=folder,
+        mask_padding=mask_padding,
+    )
 
 
 def score_pair(
@@ -137,7 +151,7 @@ def _score_members(pair: Pair, settings: Settings, task: ScoringTask, members: t
 def run_study(
     pair: Pair,
     *,
-    text: str | None = None,
+    text: str | Path | None = None,
     n_tokens: int | None = None,
     top_k: int | None = None,
     device: str = "auto",
@@ -175,7 +189,10 @@ def run_study(
     folder = settings.out_dir / pair.name
     described = _describe(settings, task)
     locks = settings.out_dir / ".locks"
-    locks.mkdir(parents=True, exist_ok=True)
+    try:
+        locks.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PsdError(f"out_dir {settings.out_dir} cannot be written: {error}") from error
     with FileLock(locks / pair.name):
         _claim(folder, described, overwrite)  # before scoring, which may take hours
         captures = _score_members(pair, settings, task, ("base", "derived"))
@@ -223,25 +240,37 @@ def _claim(folder: Path, described: dict[str, Any], overwrite: bool) -> None:
     for leftover in folder.rglob(".*.tmp"):
         leftover.unlink()  # of a run that was killed while writing; the lock says that no other is at work here
     summary = folder / "summary.json"
-    if summary.is_file():
+    earlier: dict[str, Any] = {}
+    if summary.is_file() and not overwrite:
         earlier = read_json(summary)
         if earlier.get("settings_sha256") != described["settings_sha256"]:
-            if not overwrite:
-                raise PsdError(
-                    f"{folder} holds the results of other settings ({_differences(earlier, described)}); "
-                    "give another out_dir, or overwrite=True to replace them"
-                )
-            for name in ("parts", "corrections"):
-                shutil.rmtree(folder / name, ignore_errors=True)
-            for path in folder.glob("*.parquet"):
-                path.unlink()
-            summary.unlink()
-    if not summary.is_file():
+            raise PsdError(
+                f"{folder} holds the results of other settings ({_differences(earlier, described)}); "
+                "give another out_dir, or overwrite=True to replace them"
+            )
+    elif summary.is_file():
+        earlier = _read_if_whole(summary)
+    if earlier.get("settings_sha256") != described["settings_sha256"]:
+        # without a summary nobody knows whose parts these are
+        for name in ("parts", "corrections"):
+            if (folder / name).exists():
+                shutil.rmtree(folder / name)
+        for path in folder.glob("*.parquet"):
+            path.unlink()
         write_json(summary, described)
 
 
+def _read_if_whole(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except PsdError:
+        return {}
+
+
 def _differences(earlier: Mapping[str, Any], described: Mapping[str, Any]) -> str:
-    old, new = earlier.get("settings", {}), described["settings"]
+    old, new = earlier.get("settings"), described["settings"]
+    if not isinstance(old, dict):
+        return "its summary.json does not say which"
     names = [name for name in new if old.get(name) != new[name]]
     return ", ".join(f"{name}: {old.get(name)!r} there, {new[name]!r} now" for name in names)
 
@@ -346,9 +375,12 @@ def add_fits(shares: pd.DataFrame, records: Mapping[str, Mapping[str, Mapping[st
             row[f"selected_none_{role}"] = own[role]["selected_none"]
         temperatures = [_temperature(record) for label, record in own.items() if label.startswith("damaged")]
         row["temperature_damage"] = float(np.mean(temperatures)) if temperatures else None
+        unchanged = [label for label, record in own.items() if record["selected_none"]]
         row["converged"] = not any(r["status"] in ("not_converged", "node_edge") for r in own.values())
         remarks = [row["reason"]] if row["reason"] else []
         remarks += [f"{label}: at_bound" for label, record in own.items() if record["status"] == "at_bound"]
+        if unchanged:
+            remarks.append(f"no correction is better on select for: {', '.join(unchanged)}")
         if not temperatures and pd.notna(row["symmetric_share"]):
             remarks.append(NOT_DAMAGED if any(label.startswith("damaged") for label in records) else NO_DAMAGE)
         row["reason"] = "; ".join(remarks) or None

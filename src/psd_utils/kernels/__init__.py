@@ -23,6 +23,7 @@ from .statistics import (
     chebyshev_betas,
     check_finite,
     check_inputs,
+    check_losses,
 )
 
 __all__ = [
@@ -87,6 +88,7 @@ def _obstacle_to_triton(head: torch.Tensor, hidden: torch.Tensor | None, interpr
     return None
 
 
+@torch.no_grad()
 def head_statistics(
     hidden: torch.Tensor,
     head: torch.Tensor,
@@ -117,16 +119,18 @@ def head_statistics(
     if readout.masked is not None and bool(readout.masked.to(ids.device)[ids].any()):
         bad = int(ids[readout.masked.to(ids.device)[ids]][0])
         raise PsdError(f"token id {bad} of the set has its head row masked out: a bias on it would do nothing")
-    check_finite(hidden)
+    check_finite(hidden, head)
     betas = chebyshev_betas(*DEFAULT_BETA_RANGE) if betas is None else betas.double().cpu()
     if betas.ndim != 1 or betas.numel() == 0 or bool((betas <= 0).any()) or bool((betas.diff() <= 0).any()):
         raise PsdError("betas must be positive and ascending")
     chosen = choose_backend(head, backend, hidden)
     _LOG.debug("head_statistics by %s: %s", chosen.name, chosen.reason)
-    result: HeadStatistics = chosen.module.head_statistics(hidden, head, targets, ids, betas, readout)
+    result: HeadStatistics = chosen.module.head_statistics(hidden, head, targets.long(), ids.long(), betas, readout)
+    check_losses(result.target_logit)
     return result
 
 
+@torch.no_grad()
 def corrected_losses(
     hidden: torch.Tensor,
     head: torch.Tensor,
@@ -145,7 +149,7 @@ def corrected_losses(
     """
     readout = readout or Readout()
     check_inputs(hidden, head, targets, readout)
-    check_finite(hidden)
+    check_finite(hidden, head)
     # every correction that changes nothing shares one column, so that its losses are the uncorrected ones exactly
     plain: list[Correction] = []
     column: list[int] = []
@@ -162,7 +166,8 @@ def corrected_losses(
         column.append(len(plain))
         plain.append(Correction.identity() if correction is None or unchanged else correction)
     module = choose_backend(head, backend, hidden).module
-    losses: torch.Tensor = module.corrected_losses(hidden, head, targets, plain, readout)
+    losses: torch.Tensor = module.corrected_losses(hidden, head, targets.long(), plain, readout)
+    check_losses(losses)
     return losses[column]
 
 
@@ -184,6 +189,7 @@ def corrected_nll(
     return corrected_losses(hidden, head, targets, [correction], readout=readout)[0]
 
 
+@torch.no_grad()
 def corrected_moments(
     hidden: torch.Tensor,
     head: torch.Tensor,
@@ -200,10 +206,11 @@ def corrected_moments(
     """
     readout = readout or Readout()
     check_inputs(hidden, head, targets, readout)
-    check_finite(hidden)
+    check_finite(hidden, head)
     check_ids(correction.ids, head.shape[0])
     module = choose_backend(head, backend, hidden).module
-    result: CorrectedMoments = module.corrected_moments(hidden, head, targets, correction, readout)
+    result: CorrectedMoments = module.corrected_moments(hidden, head, targets.long(), correction, readout)
+    check_losses(result.nll)
     return result
 
 

@@ -27,6 +27,16 @@ class Readout:
     softcap: float | None = None
     masked: torch.Tensor | None = None
 
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scale):
+            raise PsdError(f"the scale of the logits must be finite, found {self.scale}")
+        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
+            raise PsdError(f"the soft cap must be positive and finite, or None, found {self.softcap}")
+        if self.bias is not None and bool((torch.isnan(self.bias) | torch.isposinf(self.bias)).any()):
+            raise PsdError("the head's bias must not be NaN or +inf")
+        if self.masked is not None and self.masked.dtype != torch.bool:
+            raise PsdError(f"masked rows must be given as bool, found {self.masked.dtype}")
+
     def logits(self, product: torch.Tensor, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
         """Turn `product` [tokens, rows] into logits, in place where it can, and return it."""
         if self.bias is not None:
@@ -184,6 +194,14 @@ def check_inputs(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor
     Raises:
         PsdError: naming the shape or the token that is wrong.
     """
+    for name, tensor in (("hidden", hidden), ("head", head), ("targets", targets)):
+        if not isinstance(tensor, torch.Tensor):
+            raise PsdError(f"{name} must be a torch tensor, found {type(tensor).__name__}")
+    for name, tensor in (("hidden", hidden), ("head", head)):
+        if not tensor.dtype.is_floating_point:
+            raise PsdError(f"{name} must be floating point, found {tensor.dtype}")
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise PsdError(f"targets must be int64 or int32 token ids, found {targets.dtype}")
     if hidden.ndim != 2 or head.ndim != 2 or hidden.shape[1] != head.shape[1]:
         raise PsdError(
             f"hidden must be [tokens, width] and head [vocabulary, width], found {tuple(hidden.shape)} "
@@ -191,9 +209,9 @@ def check_inputs(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor
         )
     if targets.shape != hidden.shape[:1]:
         raise PsdError(f"{hidden.shape[0]} hidden states but targets of shape {tuple(targets.shape)}")
-    for name, tensor in (("head bias", readout.bias), ("mask", readout.masked)):
-        if tensor is not None and tensor.shape != head.shape[:1]:
-            raise PsdError(f"the {name} has shape {tuple(tensor.shape)}, the head {head.shape[0]} rows")
+    for name, entry in (("head bias", readout.bias), ("mask", readout.masked)):
+        if entry is not None and entry.shape != head.shape[:1]:
+            raise PsdError(f"the {name} has shape {tuple(entry.shape)}, the head {head.shape[0]} rows")
     if targets.numel() == 0:
         return
     bad = ((targets < 0) | (targets >= head.shape[0])).nonzero()
@@ -207,8 +225,16 @@ def check_inputs(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor
             raise PsdError(f"token {at} has target id {int(targets[at])}, whose head row is masked out")
 
 
-def check_finite(hidden: torch.Tensor) -> None:
-    """Raise PsdError naming the first token with a NaN or infinite hidden state."""
-    bad = (~torch.isfinite(hidden).all(dim=1)).nonzero()
+def check_finite(hidden: torch.Tensor, head: torch.Tensor) -> None:
+    """Raise PsdError naming the first token, or head row, with a NaN or infinite entry."""
+    for what, rows in (("hidden state of token", hidden), ("head row", head)):
+        bad = (~torch.isfinite(rows).all(dim=1)).nonzero()
+        if bad.numel():
+            raise PsdError(f"the {what} {int(bad[0])} is NaN or infinite")
+
+
+def check_losses(losses: torch.Tensor) -> None:
+    """Raise PsdError naming the first token whose loss, in the last dimension, is NaN: the logits overflowed."""
+    bad = torch.isnan(losses).nonzero()
     if bad.numel():
-        raise PsdError(f"the hidden state of token {int(bad[0])} is NaN or infinite")
+        raise PsdError(f"the loss of token {int(bad[0][-1])} is not a number: its logits overflow {losses.dtype}")
