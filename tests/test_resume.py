@@ -236,7 +236,7 @@ def test_damaged_head_or_corpus_is_named(task, tmp_path, name):
     path = scored.folder / name
     path.write_bytes(flip(path.read_bytes(), 3))  # in the length of the header
     assert verify(scored) == [name]
-    with pytest.raises(PsdError, match=f"{name} is damaged .*delete manifest.json beside it and score again"):
+    with pytest.raises(PsdError, match=f"{name} is damaged.*delete manifest.json beside it and score again"):
         open_capture(scored.folder).head()
 
 
