@@ -117,13 +117,16 @@ def test_a_claim_that_does_not_hold_says_so() -> None:
     found = run_worlds(["planted_bias"], n_seeds=2, n_independent=0, sizes=SMALL, n_resamples=200)
     quantity = {"quantity": "symmetric_share.bias", "expected": 0.5}
 
-    def verdict(**check: float) -> str:
+    def verdict(**check: float | str) -> str:
         return judge(found, {"worlds": {"planted_bias": {"checks": [quantity | check]}}})["verdict"].iloc[0]
 
     assert verdict(low=0.9) == "holds"
     assert verdict(high=0.6) == "the mean is out of bounds"
     assert verdict(published=0.5) == "the published value is more than two sd away"
     assert verdict(published_above=0.99999) == "the mean is not above the published bound"
+    assert verdict(expected="independent", within=0.1) == "not judged: no seed was fitted independently"
+    one = judge(found[found["seed"] == 0], {"worlds": {"planted_bias": {"checks": [quantity | {"published": 0.5}]}}})
+    assert one["verdict"].iloc[0] == "one seed has no spread to judge the published value by"
 
 
 def test_unknown_world_is_refused_with_the_nearest_name() -> None:

@@ -246,14 +246,18 @@ def _judged(name: str, own: pd.DataFrame, check: Mapping[str, Any]) -> dict[str,
         faults.append(f"undefined for {int(values.isna().sum())} seeds")
     if check["expected"] == "independent":
         independent_column = {"symmetric_share": "expected_symmetric", "raw_share": "expected_raw"}[column]
-        both = mine[mine[independent_column].notna()]
+        both = mine[mine[independent_column].notna()] if independent_column in mine else mine.iloc[:0]
+        if both.empty:
+            return row | {"verdict": "not judged: no seed was fitted independently"}
         row["expected"] = float(both[independent_column].mean())
         difference = float((both[column].astype(float) - both[independent_column]).abs().max())
         if not difference <= check["within"]:
             faults.append(f"differs from the independent fit by {difference:.2g}")
     if not check.get("low", -np.inf) <= mean <= check.get("high", np.inf):
         faults.append("the mean is out of bounds")
-    if published is not None and not abs(published - mean) <= 2 * sd:
+    if published is not None and len(values) < 2:
+        faults.append("one seed has no spread to judge the published value by")
+    elif published is not None and not abs(published - mean) <= 2 * sd:
         faults.append("the published value is more than two sd away")
     if above is not None and not mean > above:
         faults.append("the mean is not above the published bound")
