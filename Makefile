@@ -17,7 +17,7 @@ TINY_PAIRS := tiny_instruct tiny_dpo tiny_math tiny_math_light tiny_code tiny_an
 export OMP_WAIT_POLICY ?= passive
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install demo test lint lab bench results slow-test clean
+.PHONY: install demo test lint lab bench results slow-test verify clean
 
 install: $(VENV)/.installed
 
@@ -59,6 +59,11 @@ results: install
 	done
 	$(BIN)/papermill notebooks/04_figures.ipynb $(RESULTS)/tiny/04_figures.ipynb -r out_dir $(RESULTS)/tiny
 	$(BIN)/python scripts/publish_results.py $(RESULTS)/tiny figures
+
+# hashes all captures again and names damaged files; REPAIR=--repair deletes those, to be scored anew
+REPAIR ?=
+verify: install
+	$(BIN)/python scripts/verify_captures.py $(REPAIR)
 
 clean:
 	rm -rf $(VENV) data/captures $(RESULTS)

@@ -44,9 +44,13 @@ from .models import (
     longest_context,
 )
 from .pairs import ModelFacts, Pair, resolve_text
+from .storage import check_room, scoring_needs
 
 _LOG = logging.getLogger(__name__)
 _BATCH_TOKENS = {"cpu": 1024, "cuda": 32_768}
+MOST_PADDING = 0.05
+# of one batch; the last keeps the whole within MOST_PADDING whatever the lengths
+_PADDING_OF_A_BATCH = (1.0, 0.5, 0.35, 0.25, 0.18, 0.13, 0.1, 0.07, MOST_PADDING)
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,9 @@ def score_member(
         target.mkdir(parents=True, exist_ok=True)
         for leftover in target.glob(".*.tmp"):
             leftover.unlink()
+        needs = scoring_needs(task.corpus, source, device, load_config(source))
+        if needs is not None:
+            check_room(source.member.label, needs, target, device)
         _score(task, source, device, target, identity, facts or ModelFacts())
     done = open_capture(target)
     if done is None:
@@ -182,7 +189,7 @@ def _score(
         raise PsdError(
             f"token id {int(corpus.tokens[at])} at {_place(corpus, at)} is beyond the head of {label}, {rows} rows"
         )
-    bad = (~torch.isfinite(model.head).all(dim=1)).nonzero()
+    bad = (~_finite_rows(model.head)).nonzero()
     if bad.numel():
         raise PsdError(f"{label}: row {int(bad[0])} of the output head is NaN or infinite; {_advice(device)}")
     write_corpus(target / "corpus.safetensors", corpus)
@@ -221,11 +228,16 @@ def _score_shard(model: LoadedModel, corpus: Corpus, shard: Shard, device: Devic
         for row, d in enumerate(batch):
             start = offsets[d] - first
             hidden[start : start + lengths[d]] = states[row, : lengths[d]]
-    _check_finite("hidden state", torch.isfinite(hidden).all(dim=1), corpus, first, device)
+    _check_finite("hidden state", _finite_rows(hidden), corpus, first, device)
     targets = corpus.tokens[first : first + n]
     nll = corrected_losses(hidden, model.head, targets, [None], readout=model.readout)[0].float()
     _check_finite("loss", torch.isfinite(nll), corpus, first, device)
     return {"hidden": hidden, "nll": nll}
+
+
+def _finite_rows(values: torch.Tensor) -> torch.Tensor:
+    """Return which rows of a matrix are finite, without a second one of its size."""
+    return torch.cat([torch.isfinite(piece).all(dim=1) for piece in values.split(4096)])
 
 
 def _check_finite(what: str, finite: torch.Tensor, corpus: Corpus, first: int, device: Device) -> None:
@@ -248,13 +260,36 @@ def _advice(device: Device) -> str:
 
 
 def batches(documents: range | list[int], lengths: list[int], batch_tokens: int) -> list[list[int]]:
-    """Return documents grouped by length, the longest first, at most `batch_tokens` padded tokens a batch."""
+    """Return documents grouped by length, the longest first, at most `batch_tokens` padded tokens a batch.
+
+    Of all positions that are computed, at most 5 % are padding; within that, the batches are as large as can be.
+    """
+    longest_first = sorted(documents, key=lambda d: (-lengths[d], d))
     groups: list[list[int]] = []
-    for d in sorted(documents, key=lambda d: (-lengths[d], d)):
-        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= batch_tokens:
+    for share in _PADDING_OF_A_BATCH:
+        groups = _grouped(longest_first, lengths, batch_tokens, share)
+        if padding_share(groups, lengths) <= MOST_PADDING:
+            break
+    return groups
+
+
+def padding_share(groups: list[list[int]], lengths: list[int]) -> float:
+    """Return the share of padding among the positions of batches, each as long as its first document."""
+    positions = sum(len(group) * lengths[group[0]] for group in groups)
+    return 1 - sum(lengths[d] for group in groups for d in group) / max(positions, 1)
+
+
+def _grouped(longest_first: list[int], lengths: list[int], batch_tokens: int, most_padding: float) -> list[list[int]]:
+    groups: list[list[int]] = []
+    real = 0
+    for d in longest_first:
+        positions = (len(groups[-1]) + 1) * lengths[groups[-1][0]] if groups else 0
+        if groups and positions <= batch_tokens and positions - real - lengths[d] <= most_padding * positions:
             groups[-1].append(d)
+            real += lengths[d]
         else:
             groups.append([d])
+            real = lengths[d]
     return groups
 
 
