@@ -112,7 +112,7 @@ def evaluations_of(way: Alternative, kind: str, penalty: float, scale: torch.Ten
         value += penalty / 2 * float(bias.detach().double().square().sum())
         count += 1
         if value < lowest:
-            lowest, last = value, (float(beta), bias.detach().clone())
+            lowest, last = value, (float(beta.detach()), bias.detach().clone())
         if value <= goal:
             raise Reached
         return torch.tensor(value)

@@ -26,10 +26,11 @@ def scikit_learn(logits: np.ndarray, targets: np.ndarray) -> float:
 
 
 def netcal(logits: np.ndarray, targets: np.ndarray) -> float:
-    """Fit by netcal, which takes probabilities."""
+    """Fit by netcal, which takes probabilities and clips them: in float64, so that it clips less."""
     from netcal.scaling import TemperatureScaling
 
-    shifted = logits - logits.max(axis=1, keepdims=True)
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max(axis=1, keepdims=True)
     probabilities = np.exp(shifted)
     probabilities /= probabilities.sum(axis=1, keepdims=True)
     fitted = TemperatureScaling()
@@ -107,7 +108,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     warnings.filterwarnings("ignore")
-    sizes = ((2048, 4096, 64), (8192, 4096, 128))
+    sizes = ((2048, 4096, 64), (8192, 2048, 128))
     write("temperature", {"setting": setting(), "sizes": [compare(*size, arguments.rounds) for size in sizes]})
 
 
