@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from .errors import PsdError, nearest
@@ -20,6 +22,8 @@ from .pairs import DTYPES, Member, ModelFacts, model_folder
 _LOG = logging.getLogger(__name__)
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 _IDENTITY_SUFFIXES = {".safetensors", ".json", ".txt", ".model"}
+# a repository's name and a folder in it, as in org/name/checkpoints/last; "." and ".." are no folders
+_IN_REPOSITORY = re.compile(r"([\w.-]+/[\w.-]+)/((?:(?!\.{1,2}(?:/|$))[\w.-]+/)*(?!\.{1,2}$)[\w.-]+)")
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -89,6 +93,11 @@ def locate(member: Member) -> Source:
 
 def _locate_one(name: str, revision: str | None, role: str) -> tuple[Path, dict[str, Any]]:
     local = model_folder(name)
+    if name.endswith(".gguf"):
+        raise PsdError(
+            f"{role} {name} is a GGUF file, whose weights are mostly quantised and never the stored ones exactly: give "
+            "the safetensors folder or repository that it was made from"
+        )
     if local is not None:
         if revision:
             raise PsdError(f"{role} {name} is a local folder and has no revisions; leave out {revision!r}")
@@ -101,6 +110,8 @@ def _content(folder: Path, role: str) -> dict[str, str]:
     if not any(p.suffix == ".safetensors" for p in files):
         others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         hint = f"; it holds pickled weights ({', '.join(others)}), which are not loaded" if others else ""
+        if any(p.suffix == ".gguf" for p in folder.iterdir()):
+            hint = "; it holds GGUF weights, which are mostly quantised and never the stored ones exactly"
         raise PsdError(f"{role} folder {folder} has no safetensors weights{hint}: save it with save_pretrained")
     return {p.name: sha256_of_file(p) for p in files}
 
@@ -109,8 +120,12 @@ def _download(name: str, revision: str | None, role: str) -> tuple[Path, dict[st
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    repository, subfolder = name, None
+    if (parts := _IN_REPOSITORY.fullmatch(name)) is not None:
+        repository, subfolder = parts.groups()
+    patterns = _HUB_PATTERNS if subfolder is None else [f"{subfolder}/{pattern}" for pattern in _HUB_PATTERNS]
     try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_PATTERNS))
+        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except HFValidationError as error:
         raise PsdError(f"{role} {name!r} is neither a local folder nor a hub name such as Qwen/Qwen2.5-1.5B") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
@@ -119,7 +134,11 @@ def _download(name: str, revision: str | None, role: str) -> tuple[Path, dict[st
             f"{role} {name!r}{at} is not a local folder and could not be fetched from the hub: "
             f"{str(error).splitlines()[0]}"
         ) from error
-    return folder, {"repository": name, "commit": folder.name}
+    if subfolder is None:
+        return folder, {"repository": name, "commit": folder.name}
+    if not (folder / subfolder).is_dir():
+        raise PsdError(f"{role} {name!r}: the repository {repository} has no folder {subfolder} with weights in it")
+    return folder / subfolder, {"repository": repository, "commit": folder.name, "subfolder": subfolder}
 
 
 def load_tokenizer(source: Source) -> Any | None:
@@ -198,6 +217,8 @@ def load_model(source: Source, device: Device) -> LoadedModel:
 def load_causal_model(source: Source, device: Device) -> tuple[Any, LoadedModel]:
     """Return transformers' own model, and the same split at its output layer; checked as by `load_model`."""
     label = source.member.label
+    for folder in filter(None, (source.folder, source.adapter_folder)):
+        _check_headers(label, folder)
     with _quiet():
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -225,6 +246,16 @@ def load_causal_model(source: Source, device: Device) -> tuple[Any, LoadedModel]
         what = f"{label} ({type(model).__name__})"
         raise PsdError(f"{what} fails in {device.dtype_name}, so it is not scored: {_brief(error)}") from error
     return model, split
+
+
+def _check_headers(label: str, folder: Path) -> None:
+    """Check that the headers of safetensors files are whole and describe the bytes that follow them."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                file.keys()
+        except (SafetensorError, OSError) as error:
+            raise PsdError(f"{label}: {path.name} is damaged ({error}); fetch or save it again") from error
 
 
 def _check_loading(label: str, model: Any, info: dict[str, Any]) -> None:

@@ -152,7 +152,10 @@ def load_registry(path: Path) -> Mapping[str, Pair]:
 
 def load_texts(path: Path) -> Mapping[str, Text]:
     """Return the registered texts of a YAML file, by name."""
-    return {name: _build(Text, entry, f"{path}: text {name}") for name, entry in _read_yaml(path)["texts"].items()}
+    texts = {name: _build(Text, entry, f"{path}: text {name}") for name, entry in _read_yaml(path)["texts"].items()}
+    for name, text in texts.items():
+        _check_inside(f"{path}: text {name}", text.path)
+    return texts
 
 
 def resolve_text(pair: Pair, text: str | None = None) -> str:
@@ -215,6 +218,18 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return {part: document.get(part) or {} for part in parts}
 
 
+def _check_inside(where: str, *values: str | None) -> None:
+    """Check that no path of a registry leads out of the project: registries are shared, and their paths read."""
+    for value in values:
+        if value is None or "://" in value:
+            continue
+        if Path(value).is_absolute() or value.startswith("~") or ".." in Path(value).parts:
+            raise PsdError(
+                f"{where}: {value!r} leads out of the project; a registry names hub repositories, addresses and paths "
+                "below the project's root. Give other folders directly, as base, derived and text"
+            )
+
+
 def _parse_pair(path: Path, name: str, entry: Any, models: Mapping[str, Any]) -> Pair:
     where = f"{path}: pair {name}"
     if not isinstance(entry, dict):
@@ -226,13 +241,16 @@ def _parse_pair(path: Path, name: str, entry: Any, models: Mapping[str, Any]) ->
         values[role] = _parse_member(f"{where}: {role}", values[role], models)
     if "facts" in values:
         values["facts"] = _build(ModelFacts, values["facts"], f"{where}: facts")
-    return _build(Pair, {"name": name, **values}, where)
+    pair: Pair = _build(Pair, {"name": name, **values}, where)
+    _check_inside(where, pair.text)
+    return pair
 
 
 def _parse_member(where: str, value: Any, models: Mapping[str, Any]) -> Member:
     if isinstance(value, str):
         value = models.get(value, {"model": value})
     member: Member = _build(Member, value, where)
+    _check_inside(where, member.model, member.adapter)
     return member
 
 
