@@ -38,7 +38,7 @@ def test_hub_token_is_written_nowhere(pair, tmp_path, root, monkeypatch):
 def test_hub_token_is_not_in_an_executed_notebook(tmp_path, monkeypatch):
     papermill = pytest.importorskip("papermill")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    parameters = {"pair": "tiny_instruct", "n_tokens": 3000}
+    parameters = {"pair": "tiny_instruct", "n_tokens": 6000}
     notebook = REPOSITORY / "notebooks" / "01_score.ipynb"
     papermill.execute_notebook(notebook, tmp_path / "out.ipynb", parameters, progress_bar=False)
     assert TOKEN not in (tmp_path / "out.ipynb").read_text()

@@ -18,13 +18,39 @@ import zstandard
 from tqdm.auto import tqdm
 
 from .errors import PsdError
-from .files import sha256_of_json
+from .files import read_json, sha256_of_json
+from .paths import project_root
 
 SPLITS = ("fit", "select", "eval")
 LONGEST_CUT = 2047
 # of the budget, in twentieths: FIT is its first half, of which the leading 90 % is `fit` and the rest `select`
 _SPLIT_ENDS = (9, 10, 20)
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+# one for each thing on which split rules differ: spaces, digits, contractions, case, scripts, emoji, code, line ends
+GOLDEN_STRINGS = (
+    "a",
+    "The quick brown fox jumps over the lazy dog.",
+    " leading and trailing ",
+    "two  spaces,   three,    four",
+    "line one\nline two\n\nline four\n",
+    "\ttab\tseparated\r\nwindows line",
+    "1234567890 12,345.67 3.14159e-10",
+    "year 1999, 2026; room 007",
+    "I'm, you're, she'll, they'd, we've, it's, can't, O'Brien",
+    "I'M YOU'RE DON'T",
+    "camelCase snake_case SCREAMING_CASE kebab-case",
+    "naïve café Ångström Œuvre ß ﬁ",
+    "Ελληνικά, русский, עברית, العربية",
+    "中文没有空格。日本語のテキスト、한국어",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 🤷🏽 ∑∫√∞≈ €£¥",
+    "def f(x):\n    return {'a': [x**2 for _ in range(10)]}  # comment",
+    '<p class="x">&amp;</p> <|endoftext|> <s> [INST]',
+    "https://example.org/a?b=c&d=%20e#f user@example.org",
+    '!!! ??? ... --- *** ((())) "quoted" ‘curly’ “curly”',
+    "pneumonoultramicroscopicsilicovolcanoconiosis aaaaaaaaaaaaaaaaaaaaaaaa",
+)
 
 
 @dataclass(frozen=True)
@@ -256,6 +282,37 @@ def prefix_token(tokenizer: Any) -> int:
         "the base tokenizer has neither a BOS nor an EOS token, and every document is read after one token: "
         "set bos_token in its tokenizer_config.json"
     )
+
+
+def golden_file(family: str) -> Path:
+    """Return where the golden ids of a tokenizer family lie, data/golden/<family>.json."""
+    name = re.sub("[^a-z0-9.]+", "-", family.lower()).strip("-.")
+    return project_root() / "data" / "golden" / f"{name}.json"
+
+
+def golden_ids(tokenizer: Any) -> list[dict[str, Any]]:
+    """Return the golden strings with the ids that a tokenizer gives them."""
+    return [{"text": text, "ids": encode(tokenizer, text)} for text in GOLDEN_STRINGS]
+
+
+def check_golden_ids(label: str, family: str, tokenizer: Any) -> None:
+    """Check a tokenizer against the ids recorded for its family; a family without a record passes.
+
+    A library that splits text by another rule changes the ids, and so every loss, without any error.
+
+    Raises:
+        PsdError: naming the first string that gets other ids, with both.
+    """
+    path = golden_file(family)
+    if not family or not path.is_file():
+        return
+    for row in read_json(path)["strings"]:
+        found = encode(tokenizer, row["text"])
+        if found != row["ids"]:
+            raise PsdError(
+                f"{label}: {row['text']!r} gets the ids {found}, {path} says {row['ids']}; the tokenizer, or the "
+                "library that reads it, splits text differently from when this family was recorded"
+            )
 
 
 def special_ids(tokenizer: Any) -> torch.Tensor:

@@ -76,22 +76,22 @@ class Source:
     identity: dict[str, Any]
 
 
-def locate(member: Member) -> Source:
+def locate(member: Member, weights: bool = True) -> Source:
     """Find a member's files, downloading from the hub what is not a local folder.
 
-    Only safetensors weights, configurations and tokenizers are taken.
+    Only safetensors weights, configurations and tokenizers are taken; `weights=False` leaves out the first.
 
     Raises:
         PsdError: no such folder or repository, or no safetensors weights in it.
     """
-    folder, identity = _locate_one(member.model, member.revision, "model")
+    folder, identity = _locate_one(member.model, member.revision, "model", weights)
     adapter_folder = None
     if member.adapter:
-        adapter_folder, identity["adapter"] = _locate_one(member.adapter, None, "adapter")
+        adapter_folder, identity["adapter"] = _locate_one(member.adapter, None, "adapter", weights)
     return Source(member, folder, adapter_folder, identity)
 
 
-def _locate_one(name: str, revision: str | None, role: str) -> tuple[Path, dict[str, Any]]:
+def _locate_one(name: str, revision: str | None, role: str, weights: bool) -> tuple[Path, dict[str, Any]]:
     local = model_folder(name)
     if name.endswith(".gguf"):
         raise PsdError(
@@ -102,7 +102,7 @@ def _locate_one(name: str, revision: str | None, role: str) -> tuple[Path, dict[
         if revision:
             raise PsdError(f"{role} {name} is a local folder and has no revisions; leave out {revision!r}")
         return local, {"content": _content(local, role)}
-    return _download(name, revision, role)
+    return _download(name, revision, role, _HUB_PATTERNS if weights else _HUB_PATTERNS[1:])
 
 
 def _content(folder: Path, role: str) -> dict[str, str]:
@@ -116,14 +116,14 @@ def _content(folder: Path, role: str) -> dict[str, str]:
     return {p.name: sha256_of_file(p) for p in files}
 
 
-def _download(name: str, revision: str | None, role: str) -> tuple[Path, dict[str, Any]]:
+def _download(name: str, revision: str | None, role: str, patterns: list[str]) -> tuple[Path, dict[str, Any]]:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     repository, subfolder = name, None
     if (parts := _IN_REPOSITORY.fullmatch(name)) is not None:
         repository, subfolder = parts.groups()
-    patterns = _HUB_PATTERNS if subfolder is None else [f"{subfolder}/{pattern}" for pattern in _HUB_PATTERNS]
+        patterns = [f"{subfolder}/{pattern}" for pattern in patterns]
     try:
         folder = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except HFValidationError as error:

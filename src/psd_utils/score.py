@@ -23,6 +23,7 @@ from .capture import (
 from .corpus import (
     LONGEST_CUT,
     Corpus,
+    check_golden_ids,
     check_same_ids,
     load_corpus,
     prefix_token,
@@ -91,6 +92,7 @@ def prepare(pair: Pair, text: str | None, n_tokens: int) -> ScoringTask:
         raise PsdError(f"the base {pair.base.label} has no tokenizer files (tokenizer.json)")
     configs = [load_config(s) for s in (base, derived)]
     contexts = [c for c in map(longest_context, configs) if c is not None]
+    check_golden_ids(f"tokenizer of {pair.base.label}", pair.family, tokenizer)
     # prefix and document fit the shorter context together, as 1 + 2,047 tokens fit 2,048
     cut = min([LONGEST_CUT, *(c - 1 for c in contexts)])
     prefix = prefix_token(tokenizer)
