@@ -127,6 +127,11 @@ def test_each_planted_change_is_undone_by_the_rung_that_can() -> None:
     assert loss(moved["bias_temperature"]) - plain > 0.3 * lost_moved
     assert loss(stretched["scale_bias_all"]) - plain < 0.02
     assert loss(stretched["scale_bias_all"]) < loss(stretched["bias_all"])
+    shifted = text(change=lambda h: h + 0.5)
+    lost_shifted = float(shifted.losses("eval", [None]).double().mean()) - plain
+    offset = rungs(shifted, ranks=())["offset"]
+    assert offset.convex
+    assert loss(offset) - plain < 0.05 * lost_shifted
     for rung in (*moved.values(), *stretched.values()):
         assert rung.status in ("converged", "stopped", "at_bound")
         assert np.isfinite(rung.gradient_norm)

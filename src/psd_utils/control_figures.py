@@ -21,6 +21,7 @@ _CONTROLS = {
 }
 _CONTROL_COLOURS = dict(zip(_CONTROLS, sns.color_palette("colorblind", 10)[2:8:2], strict=True))
 _RUNGS = {
+    "offset": "offset of the state",
     "scale_bias_all": "scale and bias per entry",
     "map_full": "full affine map of the state",
     "head": "head fitted anew",
@@ -134,7 +135,7 @@ def ladder_figure(table: pd.DataFrame) -> Figure:
         axes.axvline(1.0, color="0.4", linewidth=0.8, linestyle=":")
         axes.set_yticks(range(len(rows)), labels[::-1])
         axes.set_ylim(-0.6, len(rows) - 0.4)
-        axes.set_xlabel("symmetric share of the gap (bars: 95 % interval); in brackets: free parameters")
+        axes.set_xlabel("symmetric share (bars: 95 % interval); in brackets: free parameters")
         axes.set_title(f"{table['pair'].iloc[0]}: how much can any output-layer correction give back?")
         _legend_once(figure, [axes])
     return figure

@@ -52,7 +52,7 @@ def ladder(
     """Return the rungs for one model, from the temperature to the refitted head.
 
     Every rung is fitted on the model's `fit`, its penalty (and whether it is used at all) selected on `select`;
-    nothing of `eval` is looked at. `ids` is the set of the bias. Low-rank maps act on the final hidden state,
+    nothing of `eval` is looked at. `ids` is the set of the bias. `offset` adds c to the final state; maps make it
     h + A h + c with A of rank r and c free; the refitted head is held to the model's own by (μ/2)·‖W − W_model‖².
 
     Raises:
@@ -148,7 +148,10 @@ def _map_rungs(
     uncorrected: float,
     ranks: Sequence[int],
 ) -> list[Rung]:
-    """Affine maps of the state: the full one, which is convex, then each rank from its truncation."""
+    """Affine maps of the state: an offset alone and the full map, which are convex, and each rank between them.
+
+    The ranks start from the truncated full map.
+    """
     width = problem.head.shape[1]
     mean = moments.mean.to(problem.dtype)
     pull, pull_axes = torch.linalg.eigh(moments.pull)
@@ -234,10 +237,27 @@ def _map_rungs(
             model, f"map_rank_{rank}", size, False, best, uncorrected, lambda s, x: low_rank_losses(s, x, strength)
         )
 
+    def offset() -> Rung:
+        unmoved = torch.zeros(width, width, dtype=torch.float64, device=problem.head.device)
+
+        def at(value: torch.Tensor, penalty: float) -> tuple[float, torch.Tensor]:
+            loss, _, by_c = gradient_of(unmoved, pull_axes @ value)
+            return loss, pull_axes.T @ by_c
+
+        def losses(split: str, value: torch.Tensor) -> torch.Tensor:
+            change = change_of(unmoved, pull_axes @ value)
+            return exact_losses(model.splits[split], problem.head, model.readout, change)
+
+        def root(penalty: float) -> torch.Tensor:
+            return (pull + penalty).sqrt()
+
+        found = penalty_path(at, MAP_PENALTIES, unmoved[0], root, lambda x: float(losses("select", x).mean()))
+        return _rung(model, "offset", width, True, best_of(found), uncorrected, losses)
+
     zero = torch.zeros(width, width + 1, dtype=torch.float64, device=problem.head.device)
     ends = penalty_path(objective, MAP_PENALTIES, zero, scale_of, lambda x: float(losses_of("select", x).mean()))
     full = _rung(model, "map_full", width * (width + 1), True, best_of(ends), uncorrected, losses_of)
-    return [*(low_rank(rank) for rank in ranks), full]
+    return [offset(), *(low_rank(rank) for rank in ranks), full]
 
 
 def _head_rung(model: OutputModel, problem: Problem, moments: Moments, uncorrected: float) -> Rung:

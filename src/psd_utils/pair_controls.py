@@ -223,8 +223,10 @@ def _sensitivity(
     frames, impossible = sensitivity.set_sizes(pair)
     refused |= impossible
     yield from frames
-    with_special = replace(pair, special=torch.empty(0, dtype=torch.int64))
-    yield sensitivity.with_set(pair, with_special.set_of(settings.top_k), "specials allowed")
+    special = pair.special[pair.special < pair.tokenizer_length]
+    if special.numel():
+        # special ids hardly ever occur as targets, so they would not enter the set by their counts
+        yield sensitivity.with_set(pair, torch.cat([ids, special]).unique(), "specials allowed")
     yield from sensitivity.penalties(pair, ids)
     yield from sensitivity.amounts(pair, settings.top_k)
     if chosen.second_text:
