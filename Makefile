@@ -17,7 +17,7 @@ TINY_PAIRS := tiny_instruct tiny_dpo tiny_math tiny_math_light tiny_code tiny_an
 export OMP_WAIT_POLICY ?= passive
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install demo test lint lab bench results slow-test verify clean
+.PHONY: install demo test lint lab bench results slow-test verify release clean
 
 install: $(VENV)/.installed
 
@@ -64,6 +64,10 @@ results: install
 REPAIR ?=
 verify: install
 	$(BIN)/python scripts/verify_captures.py $(REPAIR)
+
+# packs tables, corrections, manifests and checksums of all finished pairs, from which 04_figures runs alone
+release: install
+	$(BIN)/python scripts/make_release.py
 
 clean:
 	rm -rf $(VENV) data/captures $(RESULTS)
