@@ -20,6 +20,8 @@ PENALTIES = (0.0, 1e-5, 1e-4, 1e-3)
 
 # Half the squared gradient, in variables of curvature near 1, estimates how far the loss is from its optimum (nats).
 _LARGEST_GAP = 1e-7
+# From here on float32 statistics have little more to say.
+_SMALLEST_GAP = 1e-9
 
 
 @dataclass(frozen=True)
@@ -144,13 +146,26 @@ class _Problem:
         # float32 statistics carry the objective to about 1e-9; asking for more sends the line search into noise
         stop = {"ftol": 0.0, "gtol": 1e-11} if precise else {"ftol": 1e-9, "gtol": 1e-6}
         options: Any = {"maxcor": 20, "maxiter": 2000, "maxfun": 4000, **stop}
+        gap = math.inf
+
+        def objective(x: np.ndarray) -> tuple[float, Any]:
+            nonlocal gap
+            value, gradient = self.objective(x)
+            gap = float(gradient @ gradient) / 2
+            return value, gradient
+
+        def near_enough(_: np.ndarray) -> None:
+            if not precise and gap < _SMALLEST_GAP:
+                raise StopIteration
+
         result: Any = minimize(
-            self.objective,
+            objective,
             np.clip(start, *np.array(self.bounds).T),
             jac=True,
             method="L-BFGS-B",
             bounds=self.bounds,
             options=options,
+            callback=near_enough,
         )
         return result.x, int(result.nfev)
 
