@@ -6,10 +6,11 @@ import re
 import pytest
 import torch
 import transformers
-from conftest import TOKENIZER_LENGTH, perturb, train_a_little
+from conftest import TOKENIZER_LENGTH, make_adapter, perturb, train_a_little
 from transformers import AutoModelForCausalLM
 
 import psd_utils as psd
+from psd_utils import models
 from psd_utils.errors import PsdError
 from psd_utils.models import choose_device, load_model, locate
 from psd_utils.pairs import Member, Pair
@@ -218,3 +219,36 @@ def test_whole_study_of_a_pair(tmp_path, tokenizer, text_file, name, tied):
         total += float(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum"))
         tokens += len(ids) - 1
     assert math.isclose(total / tokens, row["loss_derived"], rel_tol=1e-5)
+
+
+# ---- larger than one device
+
+
+@pytest.mark.parametrize("memory", ["60KB", "20KB"], ids=["part on disk", "all on disk"])
+@pytest.mark.parametrize(("name", "tied"), [("Qwen2", True), ("OLMo-2", False), ("Phi", False)])
+def test_model_that_does_not_fit_is_spread_and_scores_the_same(
+    tmp_path, tokenizer, text_file, monkeypatch, caplog, name, tied, memory
+):
+    """accelerate keeps what exceeds the memory on disk and fetches it layer by layer."""
+    make(tmp_path / "base", name, tokenizer, tied=tied)
+    make(tmp_path / "derived", name, tokenizer, tied=tied, seed=1)
+    task = prepare(Pair(str(tmp_path / "base"), str(tmp_path / "derived")), str(text_file), 500)
+    plain = score_member(task, "base", CPU, tmp_path / "plain")
+    monkeypatch.setattr(models, "SPREAD_MEMORY", {"cpu": memory})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    spread = choose_device("spread", "float32")
+    assert spread.reason == "cpu: no CUDA device; float32: asked for; models spread over all devices"
+    with caplog.at_level("INFO", logger="psd_utils"):
+        capture = score_member(task, "base", spread, tmp_path / "spread")
+    assert re.search(r"base lies on (cpu, )?disk", caplog.text)
+    assert capture.key == plain.key
+    assert capture.manifest["tied"] is tied
+    torch.testing.assert_close(capture.nll(), plain.nll(), rtol=1e-6, atol=1e-6)
+    assert torch.equal(capture.head()[0], plain.head()[0])
+
+
+def test_adapter_on_a_spread_model_is_refused(tmp_path, tokenizer):
+    base = make(tmp_path / "base", "Llama", tokenizer, tied=True)
+    make_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
+    with pytest.raises(PsdError, match="an adapter is merged on one device; merge it and save the model"):
+        load_model(locate(Member(str(tmp_path / "base"), adapter=str(tmp_path / "adapter"))), choose_device("spread"))

@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,16 +25,23 @@ _HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 _IDENTITY_SUFFIXES = {".safetensors", ".json", ".txt", ".model"}
 # a repository's name and a folder in it, as in org/name/checkpoints/last; "." and ".." are no folders
 _IN_REPOSITORY = re.compile(r"([\w.-]+/[\w.-]+)/((?:(?!\.{1,2}(?:/|$))[\w.-]+/)*(?!\.{1,2}$)[\w.-]+)")
+SPREAD_MEMORY: dict[int | str, int | str] | None = None
+"""How much of each device (its number, or "cpu") a spread model may take; None: what accelerate finds free."""
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device and dtype to compute with, and why they were chosen."""
+    """A device and dtype to compute with, and why they were chosen.
+
+    `spread`: models are laid out by accelerate over all accelerators, then memory, then disk, and `device` is where
+    they read; everything after scoring happens on `device`.
+    """
 
     device: torch.device
     dtype: torch.dtype
     reason: str
+    spread: bool = False
 
     @property
     def dtype_name(self) -> str:
@@ -44,10 +52,13 @@ class Device:
 def choose_device(device: str = "auto", dtype: str | None = None) -> Device:
     """Return the device ("auto": CUDA if there is one) and the dtype (None: bfloat16 on CUDA, float32 elsewhere).
 
+    "spread" is "auto" for models larger than one device: accelerate lays them out over what there is.
+
     Raises:
         PsdError: an unknown dtype, or a device that this machine lacks.
     """
-    if device == "auto":
+    spread = device == "spread"
+    if device in ("auto", "spread"):
         name, why = ("cuda", "a CUDA device is there") if torch.cuda.is_available() else ("cpu", "no CUDA device")
     else:
         name, why = device, "asked for"
@@ -60,7 +71,8 @@ def choose_device(device: str = "auto", dtype: str | None = None) -> Device:
         raise PsdError(f"dtype {dtype!r}: {nearest(dtype, list(DTYPES))}")
     dtype_name = dtype or ("bfloat16" if chosen.type == "cuda" else "float32")
     dtype_why = "asked for" if dtype else f"the default on {chosen.type}"
-    return Device(chosen, getattr(torch, dtype_name), f"{name}: {why}; {dtype_name}: {dtype_why}")
+    over = "; models spread over all devices" if spread else ""
+    return Device(chosen, getattr(torch, dtype_name), f"{name}: {why}; {dtype_name}: {dtype_why}{over}", spread)
 
 
 @dataclass(frozen=True)
@@ -202,7 +214,7 @@ class LoadedModel:
     def states(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return the hidden states after the final norm, [batch, positions, width], in the dtype of the head."""
         states = self.backbone(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-        return states.to(self.head.dtype)
+        return states.to(self.head)
 
 
 def load_model(source: Source, device: Device) -> LoadedModel:
@@ -219,6 +231,12 @@ def load_causal_model(source: Source, device: Device) -> tuple[Any, LoadedModel]
     label = source.member.label
     for folder in filter(None, (source.folder, source.adapter_folder)):
         _check_headers(label, folder)
+    layout: dict[str, Any] = {}
+    if device.spread:
+        if source.adapter_folder:
+            raise PsdError(f"{label}: an adapter is merged on one device; merge it and save the model, or leave spread")
+        offload = tempfile.TemporaryDirectory(prefix="psd_utils-")
+        layout = {"device_map": "auto", "max_memory": SPREAD_MEMORY, "offload_folder": offload.name}
     with _quiet():
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -228,6 +246,7 @@ def load_causal_model(source: Source, device: Device) -> tuple[Any, LoadedModel]
                 trust_remote_code=False,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # so that they are reported below, by name
+                **layout,
             )
         except Exception as error:  # each architecture fails in its own way
             raise PsdError(f"{label} cannot be loaded: {_brief(error)}") from error
@@ -235,7 +254,12 @@ def load_causal_model(source: Source, device: Device) -> tuple[Any, LoadedModel]
     _check_loading(label, model, info)
     if source.adapter_folder:
         model = _merge_adapter(model, source, device.dtype)
-    model = model.to(device.device).eval()
+    if device.spread:
+        model.psd_offload = offload  # what lies on disk goes with the model
+        _LOG.info("%s lies on %s", label, ", ".join(sorted({str(d) for d in model.hf_device_map.values()})))
+    else:
+        model = model.to(device.device)
+    model = model.eval()
     stored = getattr(AutoConfig.from_pretrained(source.folder), "dtype", None)
     split = _split_at_head(label, model, str(stored).removeprefix("torch."))
     try:
@@ -316,8 +340,20 @@ def _probe(model: Any, ids: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _probe_ids(model: Any) -> torch.Tensor:
-    embedding = model.get_input_embeddings().weight
-    return torch.arange(8, device=embedding.device)[None, :] % embedding.shape[0]
+    embedding = model.get_input_embeddings()
+    weight = embedding.weight
+    device = embedding._hf_hook.execution_device if weight.is_meta else weight.device
+    return torch.arange(8, device=device)[None, :] % weight.shape[0]
+
+
+def _stored(module: Any, name: str) -> torch.Tensor:
+    """Return a parameter of a module, from where accelerate keeps it if that is not in the module."""
+    value: torch.Tensor = getattr(module, name)
+    if not value.is_meta:
+        return value.detach()
+    hook = module._hf_hook
+    stored: torch.Tensor = hook.weights_map[name]
+    return stored.to(hook.execution_device)
 
 
 def _relative_difference(logits: torch.Tensor, ours: torch.Tensor) -> float:
@@ -332,6 +368,8 @@ def _split_at_head(label: str, model: Any, stored_dtype: str) -> LoadedModel:
     if head is None or not isinstance(head, torch.nn.Linear) or backbone is model:
         raise PsdError(f"{label} ({type(model).__name__}): no linear output head could be found, so it is not scored")
     config = model.config.get_text_config()
+    weight = _stored(head, "weight")
+    bias = None if head.bias is None else _stored(head, "bias")
     embedding = model.get_input_embeddings()
     scale = 1.0
     if getattr(config, "logits_scaling", None) is not None:
@@ -339,13 +377,11 @@ def _split_at_head(label: str, model: Any, stored_dtype: str) -> LoadedModel:
     elif getattr(config, "logit_scale", None) is not None:
         scale = float(config.logit_scale)  # Cohere multiplies
     softcap = getattr(config, "final_logit_softcapping", None)
-    readout = Readout(
-        bias=None if head.bias is None else head.bias.detach(),
-        scale=scale,
-        softcap=None if softcap is None else float(softcap),
-    )
-    weight = head.weight.detach()
-    tied = embedding is not None and embedding.weight.data_ptr() == weight.data_ptr()
+    readout = Readout(bias=bias, scale=scale, softcap=None if softcap is None else float(softcap))
+    if head.weight.is_meta:
+        tied = head.weight is embedding.weight or torch.equal(weight, _stored(embedding, "weight").to(weight))
+    else:
+        tied = embedding.weight.data_ptr() == weight.data_ptr()
     return LoadedModel(backbone, weight, readout, tied, stored_dtype)
 
 
