@@ -154,7 +154,7 @@ class _Problem:
             gap = float(gradient @ gradient) / 2
             return value, gradient
 
-        def near_enough(_: np.ndarray) -> None:
+        def near_enough(xk: np.ndarray) -> None:
             if not precise and gap < _SMALLEST_GAP:
                 raise StopIteration
 
