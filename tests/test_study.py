@@ -106,6 +106,14 @@ def test_every_loss_is_the_models_own_under_the_saved_correction(done: psd.Study
                 assert sums[corpus.keys[d]] == pytest.approx(float(expected), rel=1e-5)
 
 
+def test_uncorrected_row_is_never_a_choice_of_select(done: psd.Study) -> None:
+    none = done.recovery.set_index("correction").loc["none"]
+    assert not none["selected_none_base"]
+    assert not none["selected_none_derived"]
+    assert not any(record["none"]["selected_none"] for record in done.summary["fits"].values())
+    assert pd.isna(none["reason"]) or "no correction is better" not in none["reason"]
+
+
 def test_losses_alone_rebuild_every_loss_based_column(done: psd.Study) -> None:
     rebuilt = psd.recovery_table(pd.read_parquet(done.path / "losses.parquet"), n_resamples=500, seed=0)
     for name in set(rebuilt.columns) - {"reason"}:

@@ -63,7 +63,7 @@ def choose_corrections(
         error = abs(fit.convergence.loss - exact_loss)
         if _clipped(candidates[kind]) or error > CERTIFIED_ERROR:
             fit, loss, error = _recentred(model, ids, candidates[kind], penalties)
-        worse = uncorrected < loss
+        worse = kind != "none" and uncorrected < loss
         correction = Correction.identity() if worse else fit.correction
         chosen[kind] = Chosen(fit, correction, worse, min(uncorrected, loss), error)
     return chosen
