@@ -1,8 +1,7 @@
 """What the kernels take and give: the readout between a product and its logits, and the head statistics."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -104,19 +103,6 @@ class HeadStatistics:
         """Return the statistics of some tokens."""
         changes: dict[str, Any] = {name: getattr(self, name)[selection] for name in self.PER_TOKEN}
         return replace(self, **changes)
-
-    def to(self, device: torch.device | str) -> "HeadStatistics":
-        """Return the statistics on another device."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("vocabulary", "betas")}
-        changes: dict[str, Any] = {name: value.to(device) for name, value in moved.items()}
-        return replace(self, **changes)
-
-    @staticmethod
-    def concatenate(parts: Sequence["HeadStatistics"]) -> "HeadStatistics":
-        """Return the statistics of several pieces of text as one."""
-        names = HeadStatistics.PER_TOKEN
-        joined: dict[str, Any] = {name: torch.cat([getattr(p, name) for p in parts]) for name in names}
-        return replace(parts[0], **joined)
 
 
 def chebyshev_betas(low: float, high: float, n_nodes: int = DEFAULT_NODES) -> torch.Tensor:
