@@ -24,7 +24,7 @@ install: $(VENV)/.installed
 $(VENV)/.installed: requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH) $(TORCH_INDEX)
-	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[dev,sweep]'
 	touch $@
 
 demo: install

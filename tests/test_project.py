@@ -37,7 +37,7 @@ def test_conda_environment_and_pyproject_say_the_same_dependencies() -> None:
     python = conda.pop("python")
     assert conda == dict(split_requirement(line) for line in project()["dependencies"])
     assert project()["requires-python"] == f">={python.removeprefix('=')},<3.12"
-    assert {"pip": ["--editable .[dev]"]} in listed
+    assert {"pip": ["--editable .[dev,sweep]"]} in listed
 
 
 def locked() -> dict[str, str]:
@@ -49,7 +49,8 @@ def test_every_dependency_is_locked_to_a_version_in_its_range() -> None:
     from packaging.requirements import Requirement
 
     own = project()
-    for line in own["dependencies"] + own["optional-dependencies"]["dev"]:
+    extras = own["optional-dependencies"]
+    for line in own["dependencies"] + extras["dev"] + extras["sweep"]:
         requirement = Requirement(line)
         versions = {name.lower().replace("_", "-"): version for name, version in locked().items()}
         assert versions[requirement.name.lower()] in requirement.specifier
