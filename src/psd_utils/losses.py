@@ -21,14 +21,16 @@ def loss_rows(
     damage_seed: int | None = None,
     setting: str | None = None,
     splits: Sequence[str] = SPLITS,
+    known: Mapping[str, torch.Tensor] | None = None,
 ) -> pd.DataFrame:
     """Return loss sums of a model by correction, split and document: the columns of losses.parquet (DESIGN §5).
 
-    Losses are exact, nats; one pass a split serves all corrections.
+    Losses are exact, nats; one pass a split serves all corrections. `known` holds the losses [corrections, tokens] of
+    splits that had their pass already.
     """
     frames = []
     for split in splits:
-        losses = model.losses(split, list(corrections.values()))
+        losses = known[split] if known and split in known else model.losses(split, list(corrections.values()))
         labels = {"pair": pair, "member": member, "control": control, "damage_seed": damage_seed}
         frames += [
             rows_of(model.splits[split], values, split, kind, setting, labels)

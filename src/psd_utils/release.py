@@ -1,6 +1,6 @@
 """An archive of results to publish: tables, corrections and manifests with checksums; no hidden states, no weights.
 
-    data/results/<pair>/    losses.parquet, recovery.parquet, controls where made, summary.json, corrections/
+    data/results/<pair>/    losses, recovery, loss_profile, tokens, controls where made, summary.json, corrections/
     data/results/<pair>/manifests/    what each capture was made of
     data/pairs.yaml, data/published/, notebooks/04_figures.ipynb, pyproject.toml    so that it is a project root
     CITATION.cff, LICENSE, SHA256SUMS
@@ -25,7 +25,11 @@ _LOG = logging.getLogger(__name__)
 
 CHECKSUMS = "SHA256SUMS"
 _FROM_ROOT = ("CITATION.cff", "LICENSE", "pyproject.toml", "data/pairs.yaml", "notebooks/04_figures.ipynb")
-_OF_A_PAIR = ("losses.parquet", "recovery.parquet", "controls.parquet", "controls_losses.parquet", "summary.json")
+_OF_A_PAIR = (
+    *(f"{name}.parquet" for name in ("losses", "recovery", "loss_profile", "tokens")),
+    *(f"{name}.parquet" for name in ("controls", "controls_losses", "left_out")),
+    *("controls.json", "summary.json"),
+)
 _ABSOLUTE = re.compile(r'"(/[^"]+|[A-Za-z]:\\[^"]+)"')
 
 

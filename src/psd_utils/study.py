@@ -27,6 +27,7 @@ from .parts import Part, fit_part, read_part, write_part
 from .paths import captures_dir, results_dir
 from .recovery import recovery_table
 from .score import ScoringTask, capture_identity, prepare, score_member
+from .token_table import token_table
 from .version import __version__
 
 _LOG = logging.getLogger(__name__)
@@ -196,7 +197,11 @@ def run_study(
     with FileLock(locks / pair.name):
         _claim(folder, described, overwrite)  # before scoring, which may take hours
         captures = _score_members(pair, settings, task, ("base", "derived"))
-        parts = _fit_all(pair, settings, task, captures, folder)
+        fit_end = int(task.corpus.offsets[task.corpus.split_ends[0]])
+        tokens = token_table(task.tokenizer, task.corpus.tokens[:fit_end], task.special)
+        parts = _fit_all(pair, settings, task, captures, tokens, folder)
+        # ids that never occur say little, and a large vocabulary has very many of them
+        write_table(folder / "tokens.parquet", tokens[(tokens["count"] > 0) | (tokens["token_class"] == "special")])
         return _report(pair, settings, task, captures, described, parts, folder)
 
 
@@ -276,7 +281,12 @@ def _differences(earlier: Mapping[str, Any], described: Mapping[str, Any]) -> st
 
 
 def _fit_all(
-    pair: Pair, settings: Settings, task: ScoringTask, captures: Mapping[str, Capture], folder: Path
+    pair: Pair,
+    settings: Settings,
+    task: ScoringTask,
+    captures: Mapping[str, Capture],
+    tokens: pd.DataFrame,
+    folder: Path,
 ) -> dict[str, Part]:
     """Fit base, derived and damaged models; each is written when it is finished and read back by a later run."""
     device = settings.device.device
@@ -309,6 +319,7 @@ def _fit_all(
                     label=label,
                     vocabulary=task.tokenizer_length,
                     tokenizer=task.tokenizer_hash,
+                    tokens=tokens,
                     facts=facts,
                 )
                 write_part(folder, label, part)
@@ -352,7 +363,9 @@ def _report(
         "padded_mass": {role: padded_mass(captures[role], settings.device.device) for role in ("base", "derived")},
         "fits": {label: part.records for label, part in parts.items()},
     }
+    profile = pd.concat([part.profile for part in parts.values()], ignore_index=True)
     write_table(folder / "losses.parquet", losses)
+    write_table(folder / "loss_profile.parquet", profile)
     write_table(folder / "recovery.parquet", recovery)
     write_json(folder / "summary.json", summary)
     corrections = {(label, kind): c for label, part in parts.items() for kind, c in part.corrections.items()}
