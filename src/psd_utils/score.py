@@ -1,6 +1,8 @@
 """Model × corpus -> Capture: one forward pass over every document, resumable shard by shard."""
 
 import logging
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import torch
 from filelock import FileLock
 from tqdm.auto import tqdm
 
+from .batching import batches
 from .capture import (
     SHARD_TOKENS,
     Capture,
@@ -49,9 +52,19 @@ from .storage import check_room, scoring_needs
 
 _LOG = logging.getLogger(__name__)
 _BATCH_TOKENS = {"cpu": 1024, "cuda": 32_768}
-MOST_PADDING = 0.05
-# of one batch; the last keeps the whole within MOST_PADDING whatever the lengths
-_PADDING_OF_A_BATCH = (1.0, 0.5, 0.35, 0.25, 0.18, 0.13, 0.1, 0.07, MOST_PADDING)
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The processes that score one capture together; by default, this one alone.
+
+    The leader holds the capture's lock and writes what is not a shard; `deal` gives each process its own shards, and
+    `wait` returns when every process has called it.
+    """
+
+    leader: bool = True
+    deal: Callable[[list[Shard]], list[Shard]] = list
+    wait: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -137,37 +150,51 @@ def capture_identity(task: ScoringTask, role: str, device: Device) -> dict[str, 
 
 
 def score_member(
-    task: ScoringTask, role: str, device: Device, folder: Path, facts: ModelFacts | None = None
+    task: ScoringTask,
+    role: str,
+    device: Device,
+    folder: Path,
+    facts: ModelFacts | None = None,
+    crew: Crew | None = None,
 ) -> Capture:
     """Return the capture of the "base" or "derived" member, scoring what `folder` (of captures) does not hold yet.
 
-    A killed run resumes at its last whole shard and ends with the same bytes. Two processes on one capture take
-    turns, by a lock that the operating system releases when a process dies.
+    A killed run resumes at its last whole shard and ends with the same bytes. Two runs on one capture take turns, by
+    a lock that the operating system releases when a process dies; the processes of one `crew` share the work.
 
     Raises:
         PsdError: the model cannot be loaded or reproduced, its head is too short, or a state is not finite.
     """
     source, identity = task.source(role), capture_identity(task, role, device)
+    crew = crew or Crew()
     key = capture_key(identity)
     target = folder / key
     locks = folder / ".locks"
     locks.mkdir(parents=True, exist_ok=True)
-    with FileLock(locks / key):
+    with FileLock(locks / key) if crew.leader else nullcontext():
+        if crew.leader and open_capture(target) is None:
+            _make_room(task, source, device, target)
+        crew.wait()  # the leader has the lock, and nothing is written before all have seen what is there
         done = open_capture(target)
+        crew.wait()
         if done is not None:
             _LOG.info("%s: capture %s is there", source.member.label, target)
             return done
-        target.mkdir(parents=True, exist_ok=True)
-        for leftover in target.glob(".*.tmp"):
-            leftover.unlink()
-        needs = scoring_needs(task.corpus, source, device, load_config(source))
-        if needs is not None:
-            check_room(source.member.label, needs, target, device)
-        _score(task, source, device, target, identity, facts or ModelFacts())
+        _score(task, source, device, target, identity, facts or ModelFacts(), crew)
+        crew.wait()
     done = open_capture(target)
     if done is None:
         raise PsdError(f"capture {target} vanished while it was being written")
     return done
+
+
+def _make_room(task: ScoringTask, source: Source, device: Device, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for leftover in target.glob(".*.tmp"):
+        leftover.unlink()
+    needs = scoring_needs(task.corpus, source, device, load_config(source))
+    if needs is not None:
+        check_room(source.member.label, needs, target, device)
 
 
 def _score(
@@ -177,6 +204,7 @@ def _score(
     target: Path,
     identity: dict[str, Any],
     facts: ModelFacts,
+    crew: Crew,
 ) -> None:
     corpus = task.corpus
     shards = plan_shards(corpus, SHARD_TOKENS)
@@ -194,18 +222,24 @@ def _score(
     bad = (~_finite_rows(model.head)).nonzero()
     if bad.numel():
         raise PsdError(f"{label}: row {int(bad[0])} of the output head is NaN or infinite; {_advice(device)}")
-    write_corpus(target / "corpus.safetensors", corpus)
-    head = {"weight": model.head}
-    if model.readout.bias is not None:
-        head["bias"] = model.readout.bias
-    write_tensors(target / "head.safetensors", head)
-    lengths = corpus.lengths
-    with tqdm(total=int(corpus.tokens.numel()), unit="token", desc=f"score {source.member.leaf}") as progress:
-        for shard in shards:
-            n = int(lengths[shard.documents.start : shard.documents.stop].sum())
+    if crew.leader:
+        write_corpus(target / "corpus.safetensors", corpus)
+        head = {"weight": model.head}
+        if model.readout.bias is not None:
+            head["bias"] = model.readout.bias
+        write_tensors(target / "head.safetensors", head)
+    tokens = {s.index: int(corpus.offsets[s.documents.stop] - corpus.offsets[s.documents.start]) for s in shards}
+    own = crew.deal(shards)
+    total = sum(tokens[shard.index] for shard in own)
+    with tqdm(total=total, unit="token", desc=f"score {source.member.leaf}") as progress:
+        for shard in own:
+            n = tokens[shard.index]
             if not shard_is_complete(target, shard, n, width):
                 write_tensors(target / shard.file, _score_shard(model, corpus, shard, device))
             progress.update(n)
+    crew.wait()  # the manifest names every shard
+    if not crew.leader:
+        return
     facts_found = {
         "label": label,
         "architecture": type(model.backbone).__name__,
@@ -259,40 +293,6 @@ def _advice(device: Device) -> str:
     if device.dtype == torch.float32:
         return "the stored weights may be damaged"
     return f"try dtype float32 (now {device.dtype_name}), unless the stored weights are damaged"
-
-
-def batches(documents: range | list[int], lengths: list[int], batch_tokens: int) -> list[list[int]]:
-    """Return documents grouped by length, the longest first, at most `batch_tokens` padded tokens a batch.
-
-    Of all positions that are computed, at most 5 % are padding; within that, the batches are as large as can be.
-    """
-    longest_first = sorted(documents, key=lambda d: (-lengths[d], d))
-    groups: list[list[int]] = []
-    for share in _PADDING_OF_A_BATCH:
-        groups = _grouped(longest_first, lengths, batch_tokens, share)
-        if padding_share(groups, lengths) <= MOST_PADDING:
-            break
-    return groups
-
-
-def padding_share(groups: list[list[int]], lengths: list[int]) -> float:
-    """Return the share of padding among the positions of batches, each as long as its first document."""
-    positions = sum(len(group) * lengths[group[0]] for group in groups)
-    return 1 - sum(lengths[d] for group in groups for d in group) / max(positions, 1)
-
-
-def _grouped(longest_first: list[int], lengths: list[int], batch_tokens: int, most_padding: float) -> list[list[int]]:
-    groups: list[list[int]] = []
-    real = 0
-    for d in longest_first:
-        positions = (len(groups[-1]) + 1) * lengths[groups[-1][0]] if groups else 0
-        if groups and positions <= batch_tokens and positions - real - lengths[d] <= most_padding * positions:
-            groups[-1].append(d)
-            real += lengths[d]
-        else:
-            groups.append([d])
-            real = lengths[d]
-    return groups
 
 
 def batch_states(model: LoadedModel, corpus: Corpus, batch: list[int], device: torch.device) -> torch.Tensor:
