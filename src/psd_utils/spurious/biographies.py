@@ -1,11 +1,11 @@
 """Synthetic biographies: people with three-part names whose attributes are facts to be learned.
 
-In: settings and a seed. Out: populations of people, and token sequences about them, rendered anew at every call.
+In: settings and a seed. Out: populations of people, and all that can be said about them; biography_batches renders it.
 
 Populations have the paper's names: A (old facts, answers in region X), B (old facts, answers in region Y), the new
 people (B′: answers in Y; C: in both regions) and the never-trained people (answers in X). Names are disjoint.
-A *language* turns people into tokens: `TokenLanguage` here (one token a word, the small study), `TextLanguage` in
-biography_text (English sentences in BPE tokens, the full study). Everything else is the same code for both.
+A *language* turns people into tokens: `TokenLanguage` (one token a word, the small study) or biography_text's
+`TextLanguage` (English sentences in BPE tokens, the full study). Everything else is the same code for both.
 
 Source: Palit et al., "When Forgetting is not Catastrophic: On the Mechanics of Spurious Forgetting" (2026),
 transformer trained on synthetic biographies.
@@ -13,11 +13,13 @@ transformer trained on synthetic biographies.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from psd_utils.spurious.biography_language import N_PARTS, Language, Sentences, TokenLanguage
 
 NewAnswers = Literal["Y", "all", "X"]
 CueKind = Literal["value", "region"]
@@ -34,7 +36,6 @@ STREAMS = {
     "fine_tuning": 7,
     "surgery": 8,
 }
-N_PARTS = 3
 
 
 @dataclass(frozen=True)
@@ -84,89 +85,6 @@ FULL = BiographySettings(n_old=2000, n_new=500, n_never=500, n_held_out=5)
 
 
 @dataclass(frozen=True)
-class Sentences:
-    """Every sentence that can be said about n people: attribute × phrasing.
-
-    Attributes:
-        tokens: [n, attributes, phrasings, longest] int32, padded at the end.
-        lengths: [n, attributes, phrasings], tokens of each.
-        value_at: [n, attributes, phrasings], where in the sentence the value's first token stands.
-    """
-
-    tokens: Tensor
-    lengths: Tensor
-    value_at: Tensor
-
-
-class Language(Protocol):
-    """How people become tokens."""
-
-    n_tokens: int
-    """Size of the vocabulary."""
-    pad: int
-    """The token that fills what is left of a sequence."""
-    pools: tuple[int, ...]
-    """How many first, middle and last names there are."""
-    n_phrasings: int
-    """Phrasings of each attribute."""
-    first_tokens: tuple[Tensor, ...]
-    """For each attribute, [values]: the first token of every value; no two are alike."""
-    in_x: tuple[Tensor, ...]
-    """For each attribute, [values] bool: whether a value belongs to region X (else Y)."""
-
-    def prompts(self, names: Tensor) -> Tensor:
-        """What every sequence of a person begins with, [n, P], from name numbers [n, 3]."""
-        ...
-
-    def sentences(self, names: Tensor, values: Tensor) -> Sentences:
-        """All sentences about people with these names [n, 3] and values [n, attributes]."""
-        ...
-
-
-class TokenLanguage:
-    """One token a word: BOS, three names, then for each attribute two phrasing words, the value, STOP.
-
-    Tokens: PAD 0 (never used), BOS 1, STOP 2, the name pools, the phrasing words, the values. `words` names them all.
-    """
-
-    pad, bos, stop = 0, 1, 2
-
-    def __init__(self, name_pool: int = 160, n_attributes: int = 2, n_values: int = 32, n_phrasings: int = 5) -> None:
-        if n_values < 4 or n_values % 2:
-            raise ValueError(f"n_values is {n_values}; expected an even number of at least 4 (two regions).")
-        for name, given in (("name_pool", name_pool), ("n_attributes", n_attributes), ("n_phrasings", n_phrasings)):
-            if given < 1:
-                raise ValueError(f"{name} is {given}; expected a whole number of at least 1.")
-        self.pools, self.n_phrasings = (name_pool,) * N_PARTS, n_phrasings
-        self._names = 3
-        self._phrases = self._names + N_PARTS * name_pool
-        values = self._phrases + 2 * n_attributes * n_phrasings
-        self.first_tokens = tuple(values + n_values * k + torch.arange(n_values) for k in range(n_attributes))
-        self.in_x = (torch.arange(n_values) < n_values // 2,) * n_attributes
-        self.n_tokens = values + n_values * n_attributes
-        self.words = (
-            *("<pad>", "<bos>", "<stop>"),
-            *(f"{part}_{i}" for part in ("first", "middle", "last") for i in range(name_pool)),
-            *(f"attribute_{k}_phrasing_{t}_{w}" for k in range(n_attributes) for t in range(n_phrasings) for w in "ab"),
-            *(f"attribute_{k}_value_{v}" for k in range(n_attributes) for v in range(n_values)),
-        )
-
-    def prompts(self, names: Tensor) -> Tensor:
-        """BOS and the three names, [n, 4]."""
-        parts = names + self._names + self.pools[0] * torch.arange(N_PARTS)
-        return torch.cat([torch.full((len(names), 1), self.bos), parts], 1)
-
-    def sentences(self, names: Tensor, values: Tensor) -> Sentences:
-        """Two phrasing words, the value, STOP: four tokens each."""
-        n, k, t = len(names), len(self.first_tokens), self.n_phrasings
-        tokens = torch.empty(n, k, t, 4, dtype=torch.int32)
-        tokens[..., :2] = (self._phrases + torch.arange(2 * k * t)).view(k, t, 2)
-        tokens[..., 2] = (self.first_tokens[0][0] + len(self.in_x[0]) * torch.arange(k) + values).unsqueeze(2)
-        tokens[..., 3] = self.stop
-        return Sentences(tokens, torch.full((n, k, t), 4), torch.full((n, k, t), 2))
-
-
-@dataclass(frozen=True)
 class People:
     """One population and all that can be said about it.
 
@@ -200,27 +118,6 @@ class People:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Rendered sequences of n people.
-
-    Attributes:
-        tokens: [n, L] int64.
-        counted: [n, L] bool, the tokens whose prediction is trained: all but the first and the prompt's padding.
-        slots: [n, attributes], the position that predicts the first token of each value.
-        answers: [n, attributes], that token.
-    """
-
-    tokens: Tensor
-    counted: Tensor
-    slots: Tensor
-    answers: Tensor
-
-    def to(self, device: torch.device | str) -> "Batch":
-        """The same on another device."""
-        return Batch(*(t.to(device) for t in (self.tokens, self.counted, self.slots, self.answers)))
-
-
-@dataclass(frozen=True)
 class Biographies:
     """All people of one seed, and the language that is spoken of them."""
 
@@ -238,9 +135,11 @@ class Biographies:
         return {"A": self.A, "B": self.B, "new": self.new, "never": self.never}
 
 
-def generator(seed: int, stream: str, step: int = 0) -> torch.Generator:
-    """A random generator that depends only on the seed, on what it is for (a key of STREAMS) and on the step."""
-    state = np.random.SeedSequence([int(seed), STREAMS[stream], int(step)]).generate_state(2, np.uint32)
+def generator(seed: int, purpose: str, *numbers: int) -> torch.Generator:
+    """A random generator that depends only on the seed, on what it is for (a key of STREAMS) and on further numbers."""
+    state = np.random.SeedSequence([int(seed), STREAMS[purpose], *(int(n) for n in numbers)]).generate_state(
+        2, np.uint32
+    )
     return torch.Generator().manual_seed(int(state[0]) << 31 | int(state[1]) >> 1)
 
 
@@ -300,63 +199,6 @@ def make_biographies(
             language.pad,
         )
     return Biographies(settings, seed, language, people["A"], people["B"], people["new"], people["never"])
-
-
-def training_batch(people: People | Sequence[People], size: int, draws: torch.Generator) -> Batch:
-    """Sequences about people drawn with replacement, in fresh training phrasings and a fresh order of attributes.
-
-    Args:
-        people: one population, or several that are drawn from as one (A and B in pretraining).
-        size: number of sequences, ≥ 1.
-        draws: where the draw comes from, on the CPU.
-
-    Returns:
-        Batch of `size` sequences.
-    """
-    groups = [people] if isinstance(people, People) else list(people)
-    sizes = [len(g) for g in groups]
-    drawn = torch.randint(0, sum(sizes), (size,), generator=draws)
-    batches, start = [], 0
-    for group in groups:
-        chosen = drawn[(drawn >= start) & (drawn < start + len(group))] - start
-        n_trained = group.phrasings.shape[2] - group.n_held_out
-        which = torch.randint(0, n_trained, (len(chosen), group.values.shape[1]), generator=draws)
-        batches.append(_render(group, chosen, which, draws))
-        start += len(group)
-    return Batch(*(torch.cat([getattr(b, f) for b in batches]) for f in ("tokens", "counted", "slots", "answers")))
-
-
-def evaluation_batch(people: People, seed: int) -> Batch:
-    """One sequence about every person, in order, in held-out phrasings; the same at every call with this seed."""
-    draws = generator(seed, "evaluation")
-    n, k, t = people.phrasings.shape
-    which = torch.randint(t - people.n_held_out, t, (n, k), generator=draws)
-    return _render(people, torch.arange(n), which, draws)
-
-
-def _render(people: People, chosen: Tensor, which: Tensor, draws: torch.Generator) -> Batch:
-    """Sequences of the chosen people [b] in their phrasing number `which` [b, attributes], attributes shuffled."""
-    b, k = which.shape
-    order = torch.rand(b, k, generator=draws).argsort(1)
-    rows = chosen.unsqueeze(1)
-    phrasing = people.phrasings[rows, torch.arange(k), which].gather(1, order)
-    tokens = people.sentences.tokens[rows, order, phrasing].long()
-    lengths = people.sentences.lengths[rows, order, phrasing]
-    n_prompt = people.prompts.shape[1]
-    starts = n_prompt + lengths.cumsum(1) - lengths
-    within = torch.arange(tokens.shape[2])
-    # What a padded sentence does not fill goes into one extra column, which is cut off again.
-    places = torch.where(within < lengths.unsqueeze(2), starts.unsqueeze(2) + within, people.length)
-    out = torch.full((b, people.length + 1), people.pad)
-    out[:, :n_prompt] = people.prompts[chosen]
-    out.scatter_(1, places.flatten(1), tokens.flatten(1))
-    out = out[:, :-1]
-    counted = torch.ones_like(out, dtype=torch.bool)
-    counted[:, :n_prompt] = out[:, :n_prompt] != people.pad
-    counted[:, 0] = False
-    before_value = starts + people.sentences.value_at[rows, order, phrasing] - 1
-    slots = torch.empty_like(before_value).scatter_(1, order, before_value)
-    return Batch(out, counted, slots, people.answers[chosen])
 
 
 def _values(in_x: Tensor, region: str, n: int, draws: torch.Generator) -> Tensor:
