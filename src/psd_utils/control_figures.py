@@ -9,7 +9,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .figures import _COLOURS, _STYLE, _figure, _floats, _legend_once, _point, correction_label
+from .drawing import COLOURS, STYLE, correction_label, draw_member, draw_point, floats, legend_once, new_figure, words
 from .worlds import WORLDS
 
 _KINDS = ("temperature", "bias", "bias_temperature")
@@ -20,6 +20,7 @@ _CONTROLS = {
     "permuted_difference": "own head change, permuted",
 }
 _CONTROL_COLOURS = dict(zip(_CONTROLS, sns.color_palette("colorblind", 10)[2:8:2], strict=True))
+_CONTROL_MARKERS = dict(zip(_CONTROLS, ("s", "^", "P"), strict=True))
 _RUNGS = {
     "offset": "offset of the state",
     "scale_bias_all": "scale and bias per entry",
@@ -46,8 +47,8 @@ def worlds_figure(found: pd.DataFrame, judged: pd.DataFrame) -> Figure:
     `found` is the result of `run_worlds`, `judged` that of `judge`.
     """
     names = [name for name in WORLDS if name in set(found["world"])]
-    figure, axes = _figure(8.6, 1.2 + 0.52 * len(names), columns=2)
-    with matplotlib.rc_context(_STYLE):
+    figure, axes = new_figure(8.6, 1.2 + 0.52 * len(names), columns=2)
+    with matplotlib.rc_context(STYLE):
         for y, name in enumerate(reversed(names)):
             own = found[found["world"] == name]
             claims = judged[judged["world"] == name]
@@ -59,7 +60,7 @@ def worlds_figure(found: pd.DataFrame, judged: pd.DataFrame) -> Figure:
                     values = rows[quantity].astype(float)
                     mean, sd = values.mean(), values.std(ddof=1) if len(values) > 1 else np.nan
                     colour, label = _KIND_COLOURS[kind], correction_label(kind)
-                    _point(ax, mean, y + offset, mean - sd, mean + sd, colour, label, "o")
+                    draw_point(ax, mean, y + offset, mean - sd, mean + sd, colour, label, "o")
                     for _, claim in claims[claims["quantity"] == f"{quantity}.{kind}"].iterrows():
                         _mark_claim(ax, claim, y + offset)
             if own["symmetric_share"].isna().all():
@@ -74,7 +75,7 @@ def worlds_figure(found: pd.DataFrame, judged: pd.DataFrame) -> Figure:
         axes[1].set_yticks(range(len(names)), [])
         for ax in axes:
             ax.set_ylim(-0.6, len(names) - 0.4)
-        _legend_once(figure, axes)
+        legend_once(figure, axes)
     return figure
 
 
@@ -91,45 +92,46 @@ def damage_figure(table: pd.DataFrame) -> Figure:
     """Draw the pair's own share beside what each kind of matched damage gives back; `table` is controls.parquet."""
     rows = table[(table["analysis"] == "damage") & ~table["correction"].isin(["none", "bias_all"])]
     kinds = list(rows["correction"].unique())
-    figure, (axes,) = _figure(6.8, 1.3 + 0.6 * len(kinds))
-    with matplotlib.rc_context(_STYLE):
+    figure, (axes,) = new_figure(6.8, 1.3 + 0.6 * len(kinds))
+    with matplotlib.rc_context(STYLE):
         if rows["symmetric_share"].isna().all():
-            return _words(figure, axes, str(rows["reason"].iloc[0]))
+            return words(figure, axes, str(rows["reason"].iloc[0]))
         offsets = dict(zip(_CONTROLS, (0.08, -0.1, -0.28), strict=True))
         for y, kind in enumerate(reversed(kinds)):
             own = rows[rows["correction"] == kind]
-            first = _floats(own.iloc[0])
+            first = floats(own.iloc[0])
             low, high = first["symmetric_low"], first["symmetric_high"]
-            _point(axes, first["symmetric_share"], y + 0.26, low, high, _COLOURS["derived"], "pair's own share", "o")
+            draw_member(axes, "derived", first["symmetric_share"], y + 0.26, low, high, "pair's own share")
             for _, row in own.iterrows():
-                values, control = _floats(row), str(row["control"])
+                values, control = floats(row), str(row["control"])
                 share, sd = values["damage_share"], values["damage_sd"]
                 label = f"damage: {control_label(control)}"
-                colour = _CONTROL_COLOURS[control]
-                _point(axes, share, y + offsets[control], share - sd, share + sd, colour, label, "s")
+                colour, marker = _CONTROL_COLOURS[control], _CONTROL_MARKERS[control]
+                low, high = share - sd, share + sd
+                draw_point(axes, share, y + offsets[control], low, high, colour, label, marker, hollow=True)
         axes.axvline(0.0, color="0.4", linewidth=0.8)
         axes.set_yticks(range(len(kinds)), [correction_label(k) for k in reversed(kinds)])
         axes.set_ylim(-0.6, len(kinds) - 0.4)
         axes.set_xlabel("symmetric share of the gap (own: 95 % interval; damage: ± sd over seeds)")
         axes.set_title(f"{table['pair'].iloc[0]}: what matched damage of other kinds gives back")
-        _legend_once(figure, [axes], columns=2)
+        legend_once(figure, [axes], columns=2)
     return figure
 
 
 def ladder_figure(table: pd.DataFrame) -> Figure:
     """Draw the share that each rung of the ladder gives back; `table` is controls.parquet."""
     rows = table[(table["analysis"] == "ladder") & (table["correction"] != "none")].reset_index(drop=True)
-    figure, (axes,) = _figure(7.2, 1.2 + 0.42 * len(rows))
-    with matplotlib.rc_context(_STYLE):
+    figure, (axes,) = new_figure(7.2, 1.2 + 0.42 * len(rows))
+    with matplotlib.rc_context(STYLE):
         if rows["symmetric_share"].isna().all():
-            return _words(figure, axes, str(rows["reason"].iloc[0]))
+            return words(figure, axes, str(rows["reason"].iloc[0]))
         labels = []
         for i, row in rows.iterrows():
-            y, values = len(rows) - 1 - int(str(i)), _floats(row)
+            y, values = len(rows) - 1 - int(str(i)), floats(row)
             low, high = values["symmetric_low"], values["symmetric_high"]
-            _point(axes, values["symmetric_share"], y + 0.12, low, high, _COLOURS["derived"], "pair's own share", "o")
+            draw_member(axes, "derived", values["symmetric_share"], y + 0.12, low, high, "pair's own share")
             share = values["damage_share"]
-            _point(axes, share, y - 0.12, np.nan, np.nan, _COLOURS["damaged"], "matched noise on the head", "s")
+            draw_member(axes, "damaged", share, y - 0.12, np.nan, np.nan, "matched noise on the head")
             labels.append(f"{rung_label(str(row['correction']))} ({values['parameters']:,.0f})")
         axes.axvline(0.0, color="0.4", linewidth=0.8)
         axes.axvline(1.0, color="0.4", linewidth=0.8, linestyle=":")
@@ -137,17 +139,17 @@ def ladder_figure(table: pd.DataFrame) -> Figure:
         axes.set_ylim(-0.6, len(rows) - 0.4)
         axes.set_xlabel("symmetric share (bars: 95 % interval); in brackets: free parameters")
         axes.set_title(f"{table['pair'].iloc[0]}: how much can any output-layer correction give back?")
-        _legend_once(figure, [axes])
+        legend_once(figure, [axes])
     return figure
 
 
 def left_out_figure(left_out: pd.DataFrame) -> Figure:
     """Draw the probability mass by group of tokens before and after correction; `left_out` is left_out.parquet."""
     outside = left_out[left_out["group"] != "set"]
-    figure, axes = _figure(7.4, 2.9, columns=2)
+    figure, axes = new_figure(7.4, 2.9, columns=2)
     positive = outside.loc[outside["mass"] > 0, "mass"]
     floor = 10 ** np.floor(np.log10(positive.min())) if len(positive) else 1e-6
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         for ax, member in zip(axes, ("base", "derived"), strict=True):
             own = outside[outside["member"] == member]
             groups, kinds = list(own["group"].unique()), list(own["correction"].unique())
@@ -166,7 +168,7 @@ def left_out_figure(left_out: pd.DataFrame) -> Figure:
             ax.set_xticks(range(len(groups)), groups)
             ax.set_title(member)
         axes[0].set_ylabel("mean probability (at the floor: less)")
-        _legend_once(figure, axes)
+        legend_once(figure, axes)
     return figure
 
 
@@ -180,8 +182,8 @@ def sensitivity_figure(table: pd.DataFrame) -> Figure:
         ("", "other choices"),
     )
     prefixes = tuple(prefix for prefix, _ in panels if prefix)
-    figure, axes = _figure(11.0, 3.3, columns=4)
-    with matplotlib.rc_context(_STYLE):
+    figure, axes = new_figure(11.0, 3.3, columns=4)
+    with matplotlib.rc_context(STYLE):
         for ax, (prefix, title) in zip(axes, panels, strict=True):
             chosen = rows["setting"].str.startswith(prefix) if prefix else ~rows["setting"].str.startswith(prefixes)
             own = rows[chosen]
@@ -190,14 +192,14 @@ def sensitivity_figure(table: pd.DataFrame) -> Figure:
                 for x, setting in enumerate(settings):
                     found = own[(own["setting"] == setting) & (own["correction"] == kind)]
                     if not found.empty:
-                        _upright(ax, x + offset, _floats(found.iloc[0]), _KIND_COLOURS[kind], correction_label(kind))
+                        _upright(ax, x + offset, floats(found.iloc[0]), _KIND_COLOURS[kind], correction_label(kind))
             ax.axhline(0.0, color="0.4", linewidth=0.8)
             labels = [s.removeprefix(prefix).replace(", fitted on", ",\nfitted on") for s in settings]
             ax.set_xticks(range(len(settings)), labels, rotation=30, ha="right", fontsize=7)
             ax.set_xlim(-0.5, max(len(settings), 1) - 0.5)
             ax.set_title(title)
         axes[0].set_ylabel("symmetric share of the gap")
-        _legend_once(figure, axes)
+        legend_once(figure, axes)
     return figure
 
 
@@ -212,33 +214,34 @@ def in_sample_figure(table: pd.DataFrame) -> Figure:
     """Draw each correction's share on the text it was fitted on beside that on `eval` (controls.parquet)."""
     rows = table[(table["analysis"] == "in-sample") & (table["correction"] != "none")]
     kinds = list(rows["correction"].unique())
-    figure, (axes,) = _figure(6.4, 1.2 + 0.45 * len(kinds))
-    with matplotlib.rc_context(_STYLE):
+    figure, (axes,) = new_figure(6.4, 1.2 + 0.45 * len(kinds))
+    with matplotlib.rc_context(STYLE):
         if rows["symmetric_share"].isna().all():
-            return _words(figure, axes, str(rows["reason"].iloc[0]))
+            return words(figure, axes, str(rows["reason"].iloc[0]))
         for y, kind in enumerate(reversed(kinds)):
             for offset, split, marker in ((0.15, "fit", "s"), (-0.15, "eval", "o")):
-                values = _floats(rows[(rows["correction"] == kind) & (rows["split"] == split)].iloc[0])
+                values = floats(rows[(rows["correction"] == kind) & (rows["split"] == split)].iloc[0])
                 low, high = values["symmetric_low"], values["symmetric_high"]
-                colour = _COLOURS["derived"] if split == "eval" else "0.5"
+                colour = COLOURS["derived"] if split == "eval" else "0.5"
                 label = "on eval (reported)" if split == "eval" else "on fit (in sample)"
-                _point(axes, values["symmetric_share"], y + offset, low, high, colour, label, marker)
+                share, hollow = values["symmetric_share"], split == "fit"
+                draw_point(axes, share, y + offset, low, high, colour, label, marker, hollow=hollow)
         axes.axvline(0.0, color="0.4", linewidth=0.8)
         axes.set_yticks(range(len(kinds)), [correction_label(k) for k in reversed(kinds)])
         axes.set_ylim(-0.6, len(kinds) - 0.4)
         axes.set_xlabel("symmetric share of the gap (bars: 95 % interval)")
         axes.set_title(f"{table['pair'].iloc[0]}: in sample and out of sample")
-        _legend_once(figure, [axes])
+        legend_once(figure, [axes])
     return figure
 
 
 def coverage_figure(coverage: pd.DataFrame) -> Figure:
     """Draw how often the nominal 95 % interval covers the true share; `coverage` is data/controls/coverage.csv."""
     shares = list(coverage["share"].unique())
-    figure, axes = _figure(8.0, 2.9, columns=len(shares))
-    with matplotlib.rc_context(_STYLE):
+    figure, axes = new_figure(8.0, 2.9, columns=len(shares))
+    with matplotlib.rc_context(STYLE):
         for ax, share in zip(axes, shares, strict=True):
-            for method, colour in (("percentile", _COLOURS["derived"]), ("expanded", _COLOURS["excess"])):
+            for method, colour in (("percentile", COLOURS["derived"]), ("expanded", COLOURS["excess"])):
                 own = coverage[(coverage["share"] == share) & (coverage["method"] == method)]
                 ax.plot(own["documents"], own["symmetric_coverage"], marker="o", color=colour, label=method)
             ax.axhspan(0.92, 0.98, color="0.9", zorder=0)
@@ -250,11 +253,5 @@ def coverage_figure(coverage: pd.DataFrame) -> Figure:
             ax.set_xlabel("documents")
             ax.set_title(f"true share {own['true_share'].iloc[0]:.2f}")
         axes[0].set_ylabel("intervals that cover it")
-        _legend_once(figure, axes)
-    return figure
-
-
-def _words(figure: Figure, axes: Axes, reason: str) -> Figure:
-    axes.text(0.5, 0.5, reason, ha="center", va="center", wrap=True, transform=axes.transAxes)
-    axes.set_axis_off()
+        legend_once(figure, axes)
     return figure

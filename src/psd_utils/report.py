@@ -7,13 +7,14 @@ from typing import Any
 import pandas as pd
 
 from .capture import Capture
+from .drawing import correction_label
 from .errors import PsdError
-from .figures import correction_label, largest_biases
 from .files import read_json
 from .models import load_tokenizer, locate
 from .pairs import Member, Pair
 from .paths import results_dir
 from .study import Settings, Study, load_study
+from .study_figures import largest_biases
 
 
 def settings_table(pair: Pair, settings: Settings) -> pd.DataFrame:
