@@ -33,19 +33,20 @@ COMMITS = {
     "HuggingFaceTB/SmolLM2-1.7B-Instruct": "31b70e2e869a7173562077fd711b654946d38674",
 }
 STAGE_1 = "9d3e43659f00c17e6da23cf32333afd1fc39fa1a"
-# head rows, tokenizer length, tied, prefix id
-OLMO = ModelFacts(100352, 100278, False, 100257)
-QWEN_SMALL = ModelFacts(151936, 151665, True, 151643)
-QWEN_LARGE = ModelFacts(152064, 151665, False, 151643)
-SMOLLM = ModelFacts(49152, 49152, True, 0)
+# head rows, tokenizer length, tied, prefix id; width, layers, width of the layers between, heads, their keys' heads
+OLMO = ModelFacts(100352, 100278, False, 100257, 2048, 16, 8192, 16, 16)
+OLMO_LARGE = ModelFacts(100352, 100278, False, 100257, 4096, 32, 11008, 32, 32)
+QWEN_SMALL = ModelFacts(151936, 151665, True, 151643, 1536, 28, 8960, 12, 2)
+QWEN_LARGE = ModelFacts(152064, 151665, False, 151643, 3584, 28, 18944, 28, 4)
+SMOLLM = ModelFacts(49152, 49152, True, 0, 2048, 24, 8192, 32, 32)
 PUBLIC = {
     "olmo_sft_1b": ("allenai/OLMo-2-0425-1B", "allenai/OLMo-2-0425-1B-SFT", "sft", OLMO),
     "olmo_dpo_1b": ("allenai/OLMo-2-0425-1B", "allenai/OLMo-2-0425-1B-DPO", "dpo", OLMO),
     "olmo_instruct_1b": ("allenai/OLMo-2-0425-1B", "allenai/OLMo-2-0425-1B-Instruct", "instruct", OLMO),
     "olmo_anneal_1b": ("allenai/OLMo-2-0425-1B", "allenai/OLMo-2-0425-1B", "anneal", OLMO),
-    "olmo_sft_7b": ("allenai/OLMo-2-1124-7B", "allenai/OLMo-2-1124-7B-SFT", "sft", OLMO),
-    "olmo_dpo_7b": ("allenai/OLMo-2-1124-7B", "allenai/OLMo-2-1124-7B-DPO", "dpo", OLMO),
-    "olmo_instruct_7b": ("allenai/OLMo-2-1124-7B", "allenai/OLMo-2-1124-7B-Instruct", "instruct", OLMO),
+    "olmo_sft_7b": ("allenai/OLMo-2-1124-7B", "allenai/OLMo-2-1124-7B-SFT", "sft", OLMO_LARGE),
+    "olmo_dpo_7b": ("allenai/OLMo-2-1124-7B", "allenai/OLMo-2-1124-7B-DPO", "dpo", OLMO_LARGE),
+    "olmo_instruct_7b": ("allenai/OLMo-2-1124-7B", "allenai/OLMo-2-1124-7B-Instruct", "instruct", OLMO_LARGE),
     "qwen_instruct_1_5b": ("Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-1.5B-Instruct", "instruct", QWEN_SMALL),
     "math_1_5b": ("Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-Math-1.5B", "math", QWEN_SMALL),
     "coder_1_5b": ("Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-Coder-1.5B", "code", QWEN_SMALL),

@@ -7,7 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -463,13 +463,25 @@ def _states_put_in(backbone: torch.nn.Module, head: torch.nn.Module, states: tor
             hook.remove()
 
 
+def widths_of(config: Any) -> ModelFacts:
+    """Return the widths, layers and heads that a configuration states; None for those it does not."""
+    names = {
+        "width": "hidden_size",
+        "layers": "num_hidden_layers",
+        "mlp_width": "intermediate_size",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+    }
+    return ModelFacts(**{own: getattr(config, theirs, None) for own, theirs in names.items()})
+
+
 def check_facts(label: str, facts: ModelFacts, found: ModelFacts) -> None:
     """Compare what the registry expects with what was loaded.
 
     Raises:
         PsdError: a fact differs; the message has both values.
     """
-    for name in ("head_rows", "tokenizer_length", "tied", "prefix_id"):
+    for name in (f.name for f in fields(ModelFacts)):
         expected, actual = getattr(facts, name), getattr(found, name)
         if expected is not None and actual is not None and expected != actual:
             raise PsdError(f"{label}: the registry expects {name} {expected}, found {actual}")

@@ -45,12 +45,21 @@ class Member:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is expected of a model when it is loaded; None where nothing is known. A mismatch stops the run."""
+    """What is expected of a model when it is loaded; None where nothing is known. A mismatch stops the run.
+
+    `width` of the hidden states, `mlp_width` of the layers between them; `heads` of the attention, `kv_heads` of its
+    keys and values.
+    """
 
     head_rows: int | None = None
     tokenizer_length: int | None = None
     tied: bool | None = None
     prefix_id: int | None = None
+    width: int | None = None
+    layers: int | None = None
+    mlp_width: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from .models import (
     load_tokenizer,
     locate,
     longest_context,
+    widths_of,
 )
 from .pairs import ModelFacts, Pair, resolve_text
 from .storage import check_room, scoring_needs
@@ -111,6 +112,7 @@ def prepare(pair: Pair, text: str | None, n_tokens: int) -> ScoringTask:
     prefix = prefix_token(tokenizer)
     found = ModelFacts(tokenizer_length=len(tokenizer), prefix_id=prefix)
     check_facts(f"tokenizer of {pair.base.label}", pair.facts, found)
+    check_facts(f"configuration of {pair.base.label}", pair.facts, widths_of(configs[0]))
     rows = [getattr(config, "vocab_size", None) for config in configs]
     for member, n in zip((pair.base, pair.derived), rows, strict=True):
         if n is not None:
