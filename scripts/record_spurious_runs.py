@@ -17,6 +17,7 @@ SHORT = ("X", "rehearsal", "tiny_rate")
 
 
 def main() -> None:
+    """Run what is missing and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("data/spurious/transformer_runs.csv"))
