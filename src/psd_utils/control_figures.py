@@ -9,7 +9,18 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .drawing import COLOURS, STYLE, correction_label, draw_member, draw_point, floats, legend_once, new_figure, words
+from .drawing import (
+    COLOURS,
+    STYLE,
+    correction_label,
+    draw_member,
+    draw_point,
+    floats,
+    legend_once,
+    new_figure,
+    rung_label,
+    words,
+)
 from .worlds import WORLDS
 
 _KINDS = ("temperature", "bias", "bias_temperature")
@@ -21,24 +32,11 @@ _CONTROLS = {
 }
 _CONTROL_COLOURS = dict(zip(_CONTROLS, sns.color_palette("colorblind", 10)[2:8:2], strict=True))
 _CONTROL_MARKERS = dict(zip(_CONTROLS, ("s", "^", "P"), strict=True))
-_RUNGS = {
-    "offset": "offset of the state",
-    "scale_bias_all": "scale and bias per entry",
-    "map_full": "full affine map of the state",
-    "head": "head fitted anew",
-}
 
 
 def control_label(control: str) -> str:
     """Return a kind of damage in words."""
     return _CONTROLS.get(control, control)
-
-
-def rung_label(name: str) -> str:
-    """Return a rung of the ladder in words."""
-    if name.startswith("map_rank_"):
-        return f"affine map of rank {name.removeprefix('map_rank_')}"
-    return _RUNGS.get(name, correction_label(name))
 
 
 def worlds_figure(found: pd.DataFrame, judged: pd.DataFrame) -> Figure:

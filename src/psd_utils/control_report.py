@@ -5,8 +5,8 @@ from typing import Any
 
 import pandas as pd
 
-from .control_figures import control_label, rung_label
-from .drawing import correction_label
+from .control_figures import control_label
+from .drawing import correction_label, rung_label
 from .pair_controls import PairControls
 from .report import _number, _with_interval
 from .worlds import WORLDS

@@ -43,6 +43,19 @@ _LABELS = {
     "bias_all": "bias on all tokens",
 }
 KINDS = tuple(_LABELS)
+_RUNGS = {
+    "offset": "offset of the state",
+    "scale_bias_all": "scale and bias per entry",
+    "map_full": "full affine map of the state",
+    "head": "head fitted anew",
+}
+
+
+def rung_label(name: str) -> str:
+    """Return a rung of the ladder in words."""
+    if name.startswith("map_rank_"):
+        return f"affine map of rank {name.removeprefix('map_rank_')}"
+    return _RUNGS.get(name, correction_label(name))
 
 
 def correction_label(kind: str) -> str:

@@ -6,6 +6,7 @@ from .overview_figures import (
     forest_figure,
     gap_share_figure,
     gap_share_table,
+    ladders_figure,
     published_figure,
     temperature_figure,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "gap_figure",
     "gap_share_figure",
     "gap_share_table",
+    "ladders_figure",
     "largest_biases",
     "profile_figure",
     "profile_table",

@@ -11,7 +11,17 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .drawing import STYLE, correction_label, draw_member, draw_point, floats, legend_once, new_figure, words
+from .drawing import (
+    STYLE,
+    correction_label,
+    draw_member,
+    draw_point,
+    floats,
+    legend_once,
+    new_figure,
+    rung_label,
+    words,
+)
 
 FOREST_KINDS = ("temperature", "bias", "bias_temperature", "bias_all")
 PUBLISHED_LABEL = "published"
@@ -54,9 +64,7 @@ def forest_figure(recovery: pd.DataFrame) -> Figure:
         axes[0].set_yticks(range(len(pairs)), [f"{p} ({gaps[p]:+.3f})" for p in reversed(pairs)])
         axes[0].set_ylim(-0.6, len(pairs) - 0.4)
         figure.suptitle("Share of the gap given back, by pair (gap in nats per token)", x=0.01, ha="left", fontsize=11)
-        figure.supxlabel(
-            "fraction of the gap (bars: 95 % interval over documents; damage: ± sd over seeds)", fontsize=9
-        )
+        axes[2].set_xlabel("fraction of the gap (bars: 95 % interval; damage: ± sd over seeds)")
         legend_once(figure, axes)
     return figure
 
@@ -93,6 +101,7 @@ def gap_share_figure(recovery: pd.DataFrame, published: pd.DataFrame | None = No
     figure, (axes,) = new_figure(6.6, 4.2)
     if table.empty:
         return words(figure, axes, "no pair has a gap, so none has a share", "Share against gap")
+    names: list[tuple[str, float, float]] = []
     with matplotlib.rc_context(STYLE):
         for _, row in table.iterrows():
             values, x = floats(row), float(row["gap"])
@@ -102,15 +111,16 @@ def gap_share_figure(recovery: pd.DataFrame, published: pd.DataFrame | None = No
             damage, sd = values["damage_share"], values["damage_sd"]
             low, high = damage - sd, damage + sd
             draw_member(axes, "damaged", x, damage, low, high, "matched random damage", upright=True)
-            _name(axes, str(row["pair"]), x, values["symmetric_share"])
+            names.append((str(row["pair"]), x, values["symmetric_share"]))
         if published is not None:
             known = published[published["gap_nats"].notna() & published["both_symmetric"].notna()]
             for _, row in known.iterrows():
                 at = (float(row["gap_nats"]), float(row["both_symmetric"]))
                 draw_point(axes, *at, np.nan, np.nan, "0.35", "published", "x")
-                _name(axes, str(row["pair"]), *at)
+                names.append((str(row["pair"]), *at))
         axes.axhline(0.0, color="0.4", linewidth=0.8)
         axes.set_xlim(0.0, axes.get_xlim()[1] * 1.12)
+        _write_names(axes, names)
         axes.set_xlabel("loss gap, derived − base (nats per token)")
         axes.set_ylabel("symmetric share of the gap (fraction)")
         title = "Bias and temperature: share against gap"
@@ -122,8 +132,17 @@ def gap_share_figure(recovery: pd.DataFrame, published: pd.DataFrame | None = No
     return figure
 
 
-def _name(axes: Axes, text: str, x: float, y: float) -> None:
-    axes.annotate(text, (x, y), xytext=(6, 0), textcoords="offset points", fontsize=7.5, va="center", color="0.25")
+def _write_names(axes: Axes, names: list[tuple[str, float, float]]) -> None:
+    """Write each name to the right of its point, moved up where it would lie on another name."""
+    placed: list[tuple[float, float]] = []
+    for text, x, y in sorted(names, key=lambda name: (name[2], name[1])):
+        at_x, at_y = axes.transData.transform((x, y))
+        up = 0.0
+        while any(abs(at_x - px) < 80 and abs(at_y + up - py) < 13 for px, py in placed):
+            up += 2.0
+        placed.append((at_x, at_y + up))
+        offset = (6, up * 72 / axes.figure.dpi)
+        axes.annotate(text, (x, y), xytext=offset, textcoords="offset points", fontsize=7.5, va="center", color="0.25")
 
 
 def temperature_figure(recovery: pd.DataFrame) -> Figure:
@@ -150,6 +169,42 @@ def temperature_figure(recovery: pd.DataFrame) -> Figure:
     return figure
 
 
+def ladders_figure(controls: pd.DataFrame) -> Figure:
+    """Draw the share that each rung of the ladder gives back, a panel per pair, all on one axis, a fraction of the gap.
+
+    `controls` holds the controls.parquet of one or more pairs; pairs whose ladder has no share are left out.
+    """
+    rows = controls[(controls["analysis"] == "ladder") & (controls["correction"] != "none")]
+    rows = rows[rows["symmetric_share"].notna()]
+    pairs = by_gap(rows) if len(rows) else []
+    if not pairs:
+        figure, (axes,) = new_figure(6.0, 0.9)
+        return words(figure, axes, "no pair has a ladder with shares: run 03_controls", "The ladder")
+    rungs = list(rows.drop_duplicates("correction")["correction"])
+    sizes = rows.drop_duplicates("correction").set_index("correction")["parameters"].astype(float)
+    width = 2.9 + 1.75 * len(pairs)
+    figure, panels = new_figure(width, 1.5 + 0.24 * len(rungs), columns=len(pairs), sharex=True, sharey=True)
+    with matplotlib.rc_context(STYLE):
+        for ax, pair in zip(panels, pairs, strict=True):
+            own = rows[rows["pair"] == pair]
+            for _, row in own.iterrows():
+                y, values = len(rungs) - 1 - rungs.index(row["correction"]), floats(row)
+                low, high = values["symmetric_low"], values["symmetric_high"]
+                draw_member(ax, "derived", values["symmetric_share"], y + 0.12, low, high, "pair's own share")
+                damage = values["damage_share"]
+                draw_member(ax, "damaged", damage, y - 0.12, np.nan, np.nan, "matched noise on the head")
+            ax.axvline(0.0, color="0.4", linewidth=0.8)
+            ax.set_title(f"{pair}\n({float(own['gap'].iloc[0]):.3f} nats/token)", fontsize=8.5)
+        labels = [f"{rung_label(str(name))} ({sizes[name]:,.0f})" for name in reversed(rungs)]
+        panels[0].set_yticks(range(len(rungs)), labels)
+        panels[0].set_ylim(-0.6, len(rungs) - 0.4)
+        panels[len(pairs) // 2].set_xlabel("symmetric share of the gap (fraction; bars: 95 % interval)")
+        title = "Share of the gap that ever richer output-layer corrections give back (in brackets: parameters)"
+        figure.suptitle(title if len(pairs) > 2 else "Share given back, rung by rung", x=0.01, ha="left", fontsize=10)
+        legend_once(figure, panels)
+    return figure
+
+
 def published_figure(published: pd.DataFrame, recovery: pd.DataFrame) -> Figure:
     """Draw the published symmetric shares beside the pairs that have results here; the others say "not run here".
 
@@ -173,10 +228,11 @@ def published_figure(published: pd.DataFrame, recovery: pd.DataFrame) -> Figure:
                     note = "not run here" if values is None else "no gap"
                     ax.text(1.0, y, note, transform=ax.get_yaxis_transform(), ha="right", va="center", fontsize=6.5)
             ax.axvline(0.0, color="0.4", linewidth=0.8)
-            ax.set_title(correction_label(kind))
+            ax.set_title(f"corrected by {correction_label(kind)}")
             ax.set_xlabel("symmetric share of the gap (fraction)")
         left, right = axes[0].get_xlim()
         axes[0].set_xlim(min(-0.05, left), max(0.45, right) + 0.1)
+        figure.suptitle("Published shares of the gap, and those found here", x=0.01, ha="left", fontsize=11)
         axes[0].set_yticks(range(len(pairs)), list(reversed(pairs)))
         axes[0].set_ylim(-0.6, len(pairs) - 0.4)
         legend_once(figure, axes)

@@ -139,6 +139,7 @@ def bias_spectrum_figure(biases: pd.DataFrame, pair: str, correction: str = "bia
             _by_frequency(axes[0], own, model)
             _by_class(axes[1], own, classes, model, shift)
         axes[0].set_xscale("log")
+        axes[0].xaxis.set_major_formatter("{x:,.0f}")
         axes[0].set_xlabel("how often the token occurs in the fitted text")
         axes[0].set_ylabel("bias (nats); above 0: expected too little")
         axes[0].axhline(0.0, color="0.4", linewidth=0.8)

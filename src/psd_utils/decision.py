@@ -1,0 +1,112 @@
+"""Is a model's forgetting fixable at the output layer? A rule in words, and what it says of one pair.
+
+The bounds of the rule are conventions that make its words repeatable; the numbers beside them are what was measured.
+"""
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from .drawing import rung_label
+
+RULE = (
+    "**Is anything lost?** If the interval of the gap reaches 0, nothing was lost on this text: no share is defined, "
+    "and there is nothing to fix.",
+    "**Does a fixed correction give something back?** Read the symmetric share of *bias and temperature*. Less than a "
+    "tenth of the gap, or an interval that reaches 0: the loss is **hardly fixable** so. From a tenth to a half: "
+    "**partly fixable**. More: **mostly fixable**.",
+    "**More than random damage?** Read the *excess share*. Its interval lies above 0: a *prior shift* (or a changed "
+    "temperature) is part of what training did. It holds 0: the share may be no more than what any model that became "
+    "wrong gets back by being less sure. It lies below 0: what was lost is *less* fixable than random damage.",
+    "**Would a richer output layer reach it?** Read the best rung of the *ladder*, with the same bounds: it says how "
+    "far the loss is fixable **at the output layer** at all; the rest lies before it, or needs more text. If this rung "
+    "gives back at least twice what bias and temperature do, the loss is there, but in another form: look at the "
+    "special tokens first.",
+)
+"""Steps in Markdown, to be gone through in order."""
+
+HARDLY, MOSTLY = 0.1, 0.5
+"""Shares of the gap below which a loss counts as hardly fixable, and from which as mostly fixable."""
+OTHER_FORM = 2.0
+"""How many times the share of bias and temperature makes another rung "another form"."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the rule says of a pair: `verdict` in a few words, and a sentence for each step that was reached."""
+
+    pair: str
+    verdict: str
+    steps: tuple[str, ...]
+
+
+def decide(recovery: pd.DataFrame, controls: pd.DataFrame | None = None) -> Decision:
+    """Return what the rule says of one pair, from its recovery table and, where it was made, its controls.parquet."""
+    row = recovery[recovery["correction"] == "bias_temperature"].iloc[0]
+    pair = str(row["pair"])
+    gap = f"The gap is {row['gap']:+.3f} nats per token, 95 % interval {row['gap_low']:+.3f} to {row['gap_high']:+.3f}"
+    if pd.isna(row["symmetric_share"]):
+        return Decision(pair, "nothing to fix", (f"{gap}: no share is defined ({row['reason']}).",))
+    steps = [f"{gap}: the derived model predicts this text worse than its base."]
+    grade = _grade(row)
+    interval = _interval(row, "symmetric")
+    steps.append(f"Bias and temperature give back {row['symmetric_share']:.1%} ({interval}): {grade} fixable so.")
+    shift, step = _against_damage(row)
+    steps.append(step)
+    best = _best_rung(controls)
+    if best is None:
+        verdict = f"{grade} fixable by a fixed bias and temperature"
+        steps.append("The ladder was not run: whether a richer output layer would reach more is not known.")
+    else:
+        verdict, step = _up_the_ladder(best, float(row["symmetric_share"]))
+        steps.append(step)
+    return Decision(pair, f"{verdict}; {shift}", tuple(steps))
+
+
+def _grade(row: pd.Series) -> str:
+    share = row["symmetric_share"]
+    if share < HARDLY or not row["symmetric_low"] > 0:
+        return "hardly"
+    return "partly" if share < MOSTLY else "mostly"
+
+
+def _interval(row: pd.Series, name: str) -> str:
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    return "no interval" if pd.isna(low) else f"95 % interval {low:+.1%} to {high:+.1%}"
+
+
+def _against_damage(row: pd.Series) -> tuple[str, str]:
+    """Return what the excess share says, in a few words and as a sentence."""
+    if pd.isna(row["damage_share"]) or pd.isna(row["excess_low"]):
+        why = "without its damage control the share must not be read as a prior shift"
+        return "not compared with damage", f"No excess share: {why}."
+    start = (
+        f"Random damage of the same size gives back {row['damage_share']:.1%}; the excess is "
+        f"{row['excess_share']:+.1%} ({_interval(row, 'excess')})"
+    )
+    if row["excess_low"] > 0:
+        return "a prior shift beyond random damage", f"{start}: more than damage, so a prior shift is part of it."
+    if row["excess_high"] < 0:
+        return "less fixable than random damage", f"{start}: less than damage, so no sign of a prior shift."
+    return "no more than random damage", f"{start}: not told from damage, so no sign of a prior shift."
+
+
+def _best_rung(controls: pd.DataFrame | None) -> pd.Series | None:
+    if controls is None:
+        return None
+    rows = controls[(controls["analysis"] == "ladder") & (controls["correction"] != "none")]
+    rows = rows[rows["symmetric_share"].notna()]
+    return None if rows.empty else rows.sort_values("symmetric_share").iloc[-1]
+
+
+def _up_the_ladder(best: pd.Series, share: float) -> tuple[str, str]:
+    """Return how far the best rung reaches, in few words and in a sentence; `share`: that of bias and temperature."""
+    top, grade = float(best["symmetric_share"]), _grade(best)
+    verdict = f"{grade} fixable at the output layer"
+    if grade != "hardly" and top >= OTHER_FORM * share:
+        verdict += ", but not by a bias on the set and a temperature"
+    damage = "" if pd.isna(best["damage_share"]) else f" (matched damage: {best['damage_share']:.1%})"
+    return verdict, (
+        f"The best rung of the ladder, {rung_label(str(best['correction']))}, gives back {top:.1%}{damage}; no "
+        f"output-layer correction tried here reaches the other {1 - top:.1%}."
+    )
