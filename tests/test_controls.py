@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import psd_utils as psd
-from psd_utils import controls, pair_controls, sensitivity
+from psd_utils import control_steps, controls, pair_controls, sensitivity
 from psd_utils.control_report import control_sentences
+from psd_utils.control_steps import ControlSettings
 from psd_utils.errors import PsdError
-from psd_utils.pair_controls import CONTROL_COLUMNS, ControlSettings, PairControls, run_controls
+from psd_utils.pair_controls import CONTROL_COLUMNS, PairControls, run_controls
 from psd_utils.recovery import LOSS_COLUMNS
 from psd_utils.study import Settings, resolve_settings
 
@@ -55,7 +56,7 @@ def done(study: psd.Study, settings: Settings, second_text: Path) -> PairControl
 
 @pytest.fixture(scope="module")
 def models(study: psd.Study, settings: Settings) -> sensitivity.PairModels:
-    return pair_controls._models(study, settings)
+    return control_steps.pair_models(study, settings)
 
 
 def mean(rows: pd.DataFrame) -> float:
@@ -142,6 +143,50 @@ def test_every_setting_of_the_sensitivity_has_shares(done: PairControls, study: 
     reported = study.recovery.set_index("correction")["symmetric_share"]
     for kind in ("bias", "bias_temperature"):
         assert own[kind] == pytest.approx(reported[kind], abs=1e-6)
+
+
+def test_no_share_stands_without_its_damage_control(done: PairControls) -> None:
+    kinds = done.table["correction"].isin(["bias", "bias_temperature"])
+    shares = done.table[kinds & done.table["symmetric_share"].notna()]
+    assert set(shares["analysis"]) == {"damage", "in-sample", "ladder", "sensitivity"}
+    assert shares["damage_share"].notna().all()
+    assert shares["excess_share"].to_numpy() == pytest.approx(
+        (shares["symmetric_share"] - shares["damage_share"]).to_numpy(), abs=1e-12
+    )
+
+
+def test_killed_run_goes_on_after_its_last_finished_step(
+    study: psd.Study, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = replace(study, path=tmp_path / study.path.name)
+    copy.path.mkdir()
+    calls: list[str] = []
+
+    def fake(stop_at: str) -> Any:
+        def steps(*_: Any) -> Any:
+            rows = study.losses[study.losses["member"] == "derived"].assign(setting="top_k=0")
+            rungs = rows.assign(setting="ladder", **dict.fromkeys(control_steps.RUNG_FACTS, 1.0))
+            for name in ("first", "second", "third"):
+
+                def make(name: str = name) -> pd.DataFrame:
+                    calls.append(name)
+                    if name == stop_at:
+                        raise KeyboardInterrupt
+                    made = rungs if name == "first" else rows
+                    base = study.losses[study.losses["member"] == "base"].assign(setting=made["setting"].iloc[0])
+                    return pd.concat([made, base]).assign(setting=lambda r: r["setting"] + ("" if name < "t" else "3"))
+
+                yield name, make
+
+        return steps
+
+    monkeypatch.setattr(pair_controls, "steps", fake("third"))
+    with pytest.raises(KeyboardInterrupt):
+        run_controls(copy, settings, SMALL)
+    monkeypatch.setattr(pair_controls, "steps", fake("none"))
+    run_controls(copy, settings, SMALL)
+    assert calls == ["first", "second", "third", "third"]
+    assert not (copy.path / "control_parts").exists()
 
 
 def test_in_sample_shares_are_those_of_the_fit_split(done: PairControls, study: psd.Study) -> None:

@@ -1,10 +1,12 @@
 """How far the share of a pair depends on choices: the set, the penalty, the amount of text, the text, the fit itself.
 
-Every analysis returns rows as in losses.parquet, told apart by `setting`, from which `shares_by_setting` makes shares.
+Every analysis returns rows as in losses.parquet, told apart by `setting`, for base, derived and matched damage alike:
+no share stands without its control.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,7 +19,7 @@ from .fit import PENALTIES, fit_correction
 from .head import OutputModel, real_ids, top_k_ids
 from .kernels import corrected_moments
 from .losses import loss_rows
-from .recovery import recovery_table
+from .recovery import DAMAGE_CONTROL
 from .selection import choose_corrections
 
 KINDS = ("none", "bias", "bias_temperature")
@@ -30,18 +32,23 @@ _TINY_VOCABULARY = 8192
 
 @dataclass(frozen=True)
 class PairModels:
-    """The two output models of a pair, and what decides a set: special ids and the tokenizer's length."""
+    """The output models of a pair, and what decides a set: special ids and the tokenizer's length.
+
+    `damaged` is the base with matched noise on its head (the first seed); None where the pair has no gap to match.
+    """
 
     name: str
     base: OutputModel
     derived: OutputModel
     special: torch.Tensor
     tokenizer_length: int
+    damaged: OutputModel | None = None
 
     @property
     def members(self) -> Mapping[str, OutputModel]:
-        """The models by role."""
-        return {"base": self.base, "derived": self.derived}
+        """The models by role: base, derived and, where there is one, damaged."""
+        damaged = {} if self.damaged is None else {"damaged": self.damaged}
+        return {"base": self.base, "derived": self.derived, **damaged}
 
     def set_of(self, top_k: int | None) -> torch.Tensor:
         """Return the set of the `top_k` most frequent ids of `fit`; None: every non-special real id."""
@@ -55,7 +62,13 @@ class PairModels:
         def cut(model: OutputModel) -> OutputModel:
             return replace(model, splits={**model.splits, "fit": first_documents(model.splits["fit"], n_tokens)})
 
-        return replace(self, base=cut(self.base), derived=cut(self.derived))
+        return replace(self, **{role: cut(model) for role, model in self.members.items()})
+
+
+def labels_of(role: str) -> dict[str, Any]:
+    """Return the columns `member`, `control` and `damage_seed` of a model of `PairModels`."""
+    damage = {"control": DAMAGE_CONTROL, "damage_seed": 0} if role == "damaged" else {}
+    return {"member": role, "control": None, "damage_seed": None} | damage
 
 
 def first_documents(states: TextStates, n_tokens: int) -> TextStates:
@@ -68,7 +81,7 @@ def first_documents(states: TextStates, n_tokens: int) -> TextStates:
 
 def _eval_rows(pair: PairModels, setting: str, corrections: Mapping[str, Mapping[str, Correction]]) -> pd.DataFrame:
     frames = [
-        loss_rows(model, corrections[role], pair=pair.name, member=role, setting=setting, splits=("eval",))
+        loss_rows(model, corrections[role], pair=pair.name, setting=setting, splits=("eval",), **labels_of(role))
         for role, model in pair.members.items()
     ]
     return pd.concat(frames, ignore_index=True)
@@ -92,25 +105,22 @@ def with_set(pair: PairModels, ids: torch.Tensor, setting: str) -> pd.DataFrame:
     return _eval_rows(pair, setting, corrections)
 
 
-def set_sizes(pair: PairModels, sizes: Sequence[int | None] | None = None) -> tuple[list[pd.DataFrame], dict[str, str]]:
-    """Return loss rows for each size of the set, and the reason for each that was not possible, by setting.
+def set_sizes(pair: PairModels) -> dict[str, int | None]:
+    """Return the sizes of the set to try, by setting; None stands for every non-special real id.
 
-    Without `sizes`: {0, 64, 256, 512, 1024, all} for small vocabularies, {0, 256, 1024, 4096, all} for others.
+    {0, 64, 256, 512, 1024, all} for small vocabularies, {0, 256, 1024, 4096, all} for others.
     """
-    if sizes is None:
-        sizes = TINY_SIZES if pair.tokenizer_length <= _TINY_VOCABULARY else PUBLIC_SIZES
-    frames, refused = [], {}
-    for size in sizes:
-        setting = f"top_k={'all' if size is None else size}"
-        ids = torch.empty(0, dtype=torch.int64) if size == 0 else pair.set_of(size)
-        try:
-            frames.append(with_set(pair, ids, setting))
-        except PsdError as error:
-            refused[setting] = str(error)
-    return frames, refused
+    sizes = TINY_SIZES if pair.tokenizer_length <= _TINY_VOCABULARY else PUBLIC_SIZES
+    return {f"top_k={'all' if size is None else size}": size for size in sizes}
 
 
-def penalties(pair: PairModels, ids: torch.Tensor, grid: Sequence[float] = WIDE_PENALTIES) -> list[pd.DataFrame]:
+def with_top_k(pair: PairModels, top_k: int | None, setting: str) -> pd.DataFrame:
+    """Return `with_set` for the `top_k` most frequent ids; 0: temperature only, None: every non-special real id."""
+    ids = torch.empty(0, dtype=torch.int64) if top_k == 0 else pair.set_of(top_k)
+    return with_set(pair, ids, setting)
+
+
+def penalties(pair: PairModels, ids: torch.Tensor, grid: Sequence[float] = WIDE_PENALTIES) -> pd.DataFrame:
     """Return loss rows for each λ by itself, nothing selected on `select`."""
     corrections: dict[float, dict[str, dict[str, Correction]]] = {
         penalty: {role: {"none": Correction.identity()} for role in pair.members} for penalty in grid
@@ -122,32 +132,20 @@ def penalties(pair: PairModels, ids: torch.Tensor, grid: Sequence[float] = WIDE_
             for penalty in sorted(grid, reverse=True):
                 start = fit_correction(statistics, kind, penalty, start).correction
                 corrections[penalty][role][kind] = start
-    return [_eval_rows(pair, f"penalty={penalty:g}", by_role) for penalty, by_role in corrections.items()]
+    frames = [_eval_rows(pair, f"penalty={penalty:g}", by_role) for penalty, by_role in corrections.items()]
+    return pd.concat(frames, ignore_index=True)
 
 
-def amounts(pair: PairModels, top_k: int, fractions: Sequence[float] = FRACTIONS) -> list[pd.DataFrame]:
+def with_fraction(pair: PairModels, top_k: int, fraction: float) -> pd.DataFrame:
     """Return loss rows for corrections fitted on the first part of `fit`; the set is chosen from that part, too."""
-    frames = []
-    total = len(pair.base.splits["fit"].targets)
-    for fraction in fractions:
-        part = pair.with_fit(round(total * fraction))
-        n = len(part.base.splits["fit"].targets)
-        frames.append(with_set(part, part.set_of(top_k), f"fit_tokens={n}"))
-    return frames
+    part = pair.with_fit(round(len(pair.base.splits["fit"].targets) * fraction))
+    n = len(part.base.splits["fit"].targets)
+    return with_set(part, part.set_of(top_k), f"fit_tokens={n}")
 
 
 def transferred(pair: PairModels, corrections: Mapping[str, Mapping[str, Correction]], setting: str) -> pd.DataFrame:
     """Return loss rows on the `eval` of `pair`'s text with corrections that were fitted on another text."""
     return _eval_rows(pair, setting, corrections)
-
-
-def shares_by_setting(rows: pd.DataFrame, n_resamples: int, seed: int) -> pd.DataFrame:
-    """Return `recovery_table` for each setting of loss rows, with the column `setting`."""
-    tables = []
-    for setting, own in rows.groupby("setting", sort=False):
-        table = recovery_table(own.assign(setting=None), n_resamples=n_resamples, seed=seed)
-        tables.append(table.assign(setting=setting))
-    return pd.concat(tables, ignore_index=True)
 
 
 def left_out(pair: PairModels, ids: torch.Tensor, corrections: Mapping[str, Mapping[str, Correction]]) -> pd.DataFrame:
@@ -158,7 +156,8 @@ def left_out(pair: PairModels, ids: torch.Tensor, corrections: Mapping[str, Mapp
     probability on it, and the summed loss of those targets in nats.
     """
     rows = []
-    for role, model in pair.members.items():
+    for role in corrections:
+        model = pair.members[role]
         group = groups(ids, pair.special, pair.tokenizer_length, model.head.shape[0])
         states = model.splits["eval"]
         own = group[states.targets]
@@ -234,7 +233,7 @@ def refit_spread(
     draws = [np.arange(len(lengths)), *generator.integers(0, len(lengths), size=(n_refits, len(lengths)))]
     picks = [torch.cat([torch.arange(int(offsets[d]), int(offsets[d + 1])) for d in draw]) for draw in draws]
     sums = {}
-    for role, model in pair.members.items():
+    for role, model in (("base", pair.base), ("derived", pair.derived)):
         statistics = model.statistics("fit", ids)
         start, fits = None, []
         for pick in picks:

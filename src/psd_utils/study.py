@@ -257,9 +257,10 @@ def _claim(folder: Path, described: dict[str, Any], overwrite: bool) -> None:
         earlier = _read_if_whole(summary)
     if earlier.get("settings_sha256") != described["settings_sha256"]:
         # without a summary nobody knows whose parts these are
-        for name in ("parts", "corrections"):
+        for name in ("parts", "corrections", "control_parts"):
             if (folder / name).exists():
                 shutil.rmtree(folder / name)
+        (folder / "controls.json").unlink(missing_ok=True)  # before the tables that it vouches for
         for path in folder.glob("*.parquet"):
             path.unlink()
         write_json(summary, described)
