@@ -16,7 +16,7 @@ ORDER = """
     errors version paths files correction pairs corpus kernels objectives capture models storage score head fit
     selection recovery losses token_table loss_profile controls parts worlds known_answers ladder_problem ladder study
     sensitivity pair_controls export release limits drawing decision study_figures overview_figures profile_figures
-    figures control_figures report control_report html_report notebook widgets
+    figures control_figures report control_report pictures html_report notebook widgets
 """.split()
 """The modules from the top down; each may import only from those before it (DESIGN §4, with the small ones added)."""
 

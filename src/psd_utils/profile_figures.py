@@ -154,7 +154,7 @@ def bias_spectrum_figure(biases: pd.DataFrame, pair: str, correction: str = "bia
 
 def _by_frequency(axes: Axes, own: pd.DataFrame, model: str) -> None:
     seen = own[own["count"] > 0]
-    axes.plot(seen["count"], seen["bias"], ".", color=COLOURS[model], markersize=2.5, alpha=0.35)
+    axes.plot(seen["count"], seen["bias"], ".", color=COLOURS[model], markersize=2.5, alpha=0.35, rasterized=True)
     groups = seen.groupby(np.digitize(seen["count"], COUNT_EDGES))
     middle = groups["count"].median()
     low, mid, high = (groups["bias"].quantile(q) for q in (0.25, 0.5, 0.75))
