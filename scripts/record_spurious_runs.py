@@ -1,36 +1,65 @@
-"""Records the small transformer's runs: one tidy table of many seeds and conditions, for figures and for warning rules.
+"""Records the small transformer's runs as tidy tables, for the notebook's figures and for warning rules.
 
-    .venv/bin/python scripts/record_spurious_runs.py --seeds 8 --out data/spurious/transformer_runs.csv
+    .venv/bin/python scripts/record_spurious_runs.py main --seeds 8      # about 3 minutes of one core a seed
+    .venv/bin/python scripts/record_spurious_runs.py cues doses frozen surgery --seeds 3
 
-About 4 minutes of one core a seed. Finished runs and checkpoints are kept in --work, so a killed run goes on.
+Writes data/spurious/transformer_run/PART.csv. Finished runs and checkpoints are kept in --work, so a killed run goes on.
 """
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
 
-from psd_utils.spurious.transformer_runs import CONDITIONS, Study, run_conditions
+from psd_utils.spurious.transformer_runs import (
+    CONDITIONS,
+    DOSES,
+    FROZEN,
+    Condition,
+    Study,
+    cue_condition,
+    run_conditions,
+)
 
-LONG = ("B_prime", "C", "no_final_norm")
-SHORT = ("X", "rehearsal", "tiny_rate")
+SLOW_DOSES = ("rate_half", "batch_half")
+
+
+def named(*names: str) -> dict[str, Condition]:
+    """Conditions by name."""
+    return {name: CONDITIONS[name] for name in names}
+
+
+PARTS: dict[str, list[tuple[Mapping[str, Condition], int]]] = {
+    "main": [(named("B_prime", "C", "no_final_norm"), 1200), (named("X", "rehearsal", "tiny_rate"), 600)],
+    "cues": [(dict(cue_condition(kind, cue) for kind in ("value", "region") for cue in (0.25, 0.5, 0.75, 1.0)), 600)],
+    "doses": [
+        (named(*SLOW_DOSES), 1200),
+        (named(*(name for name in DOSES if name not in (*SLOW_DOSES, "B_prime"))), 600),
+    ],
+    "frozen": [(named(*FROZEN), 600)],
+    "surgery": [({"B_prime_surgery": CONDITIONS["B_prime"]}, 600)],
+}
+"""Part -> groups of conditions and the length of their injections."""
 
 
 def main() -> None:
-    """Run what is missing and write the table."""
+    """Run what is missing and write the tables, after every seed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=Path("data/spurious/transformer_runs.csv"))
+    parser.add_argument("parts", nargs="+", choices=PARTS)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("data/spurious/transformer_run"))
     parser.add_argument("--work", type=Path, default=Path("data/results/spurious_transformer"))
     parser.add_argument("--device", default="cpu")
-    arguments = parser.parse_args()
-    tables = []
-    for seed in range(arguments.seeds):
-        for names, n_steps in ((LONG, 1200), (SHORT, 600)):
-            chosen = {name: CONDITIONS[name] for name in names}
-            study = Study(n_steps=n_steps)
-            tables.append(run_conditions(chosen, [seed], study, arguments.work, arguments.device, progress=True))
-        pd.concat(tables).to_csv(arguments.out, index=False, float_format="%.4g")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    for part in given.parts:
+        tables = []
+        for seed in range(given.seeds):
+            for conditions, n_steps in PARTS[part]:
+                study, edits = Study(n_steps=n_steps), part == "surgery"
+                tables.append(run_conditions(conditions, [seed], study, given.work, given.device, edits, progress=True))
+            pd.concat(tables).to_csv(given.out / f"{part}.csv", index=False, float_format="%.4g")
 
 
 if __name__ == "__main__":

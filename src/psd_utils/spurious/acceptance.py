@@ -61,7 +61,7 @@ class Row:
     The source is M (measured with an independent implementation) or P (published by the authors).
     """
 
-    id: int
+    id: int | str
     claim: str
     configuration: str
     expected: str

@@ -16,12 +16,13 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from psd_utils.spurious.biographies import SMALL, Biographies, BiographySettings, make_biographies
+from psd_utils.spurious.biographies import FULL, SMALL, Biographies, BiographySettings, make_biographies
 from psd_utils.spurious.biography_language import Language, TokenLanguage
 from psd_utils.spurious.transformer import Decoder, TransformerSettings
 from psd_utils.spurious.transformer_measure import Observer
 from psd_utils.spurious.transformer_surgery import surgeries
 from psd_utils.spurious.transformer_training import (
+    FULL_TRAINING,
     SMALL_TRAINING,
     Injection,
     TrainingSettings,
@@ -56,6 +57,8 @@ CONDITIONS = {
     "C": Condition("C: new answers in X and Y", {"new_answers": "all"}),
     "X": Condition("new answers in X", {"new_answers": "X"}),
     "no_final_norm": Condition("B′, no final norm", model={"final_norm": False}),
+    "mlp": Condition("B′, with MLPs", model={"mlp": True}),
+    "mlp_no_final_norm": Condition("B′, with MLPs, no final norm", model={"mlp": True, "final_norm": False}),
     "rehearsal": Condition("A itself again", injection={"on": "A"}),
     "tiny_rate": Condition("B′, rate × 0.02", injection={"rate": 0.02}),
     "rate_half": Condition("rate × ½", injection={"rate": 0.5}),
@@ -72,6 +75,7 @@ CONDITIONS = {
 """The conditions by name; `cue_condition` makes more."""
 
 DOSES = ("rate_half", "batch_half", "B_prime", "batch_double", "rate_double")
+FROZEN = tuple(name for name in CONDITIONS if name.startswith("frozen_"))
 
 
 def cue_condition(kind: str, cue: float, new_answers: str = "Y") -> tuple[str, Condition]:
@@ -88,10 +92,12 @@ class Study:
     Attributes:
         people: the world before a condition changes it.
         language: how people become tokens.
-        width, n_layers, n_heads, mlp: see TransformerSettings.
+        width, n_layers, n_heads: see TransformerSettings.
         training: how it is trained.
         n_steps: length of an injection.
         every: steps between evaluations up to step 300; from there on five times as many.
+        one_world: the seed of people, weights and pretraining, if the seeds of runs are to change the injection's
+            batches alone, as the published study's do; None: every seed has its own.
     """
 
     people: BiographySettings = SMALL
@@ -99,23 +105,41 @@ class Study:
     width: int = 128
     n_layers: int = 2
     n_heads: int = 4
-    mlp: bool = False
     training: TrainingSettings = SMALL_TRAINING
     n_steps: int = 600
     every: int = 10
+    one_world: int | None = None
 
     def model(self, condition: Condition) -> TransformerSettings:
         """The model of a condition."""
-        base = TransformerSettings(self.language.n_tokens, self.width, self.n_layers, self.n_heads, self.mlp)
+        base = TransformerSettings(self.language.n_tokens, self.width, self.n_layers, self.n_heads)
         return replace(base, **condition.model)
 
     def world(self, condition: Condition, seed: int) -> Biographies:
         """The people of a condition and seed."""
-        return make_biographies(replace(self.people, **condition.world), seed, self.language)
+        world_seed = seed if self.one_world is None else self.one_world
+        return make_biographies(replace(self.people, **condition.world), world_seed, self.language)
 
     def injection(self, condition: Condition) -> Injection:
         """The injection of a condition."""
         return Injection(**{"n_steps": self.n_steps, **condition.injection})
+
+
+QUICK = Study(
+    people=BiographySettings(n_old=32, n_new=64, n_never=16),
+    language=TokenLanguage(name_pool=64, n_values=16),
+    width=64,
+    training=replace(SMALL_TRAINING, pretraining_steps=400),
+    n_steps=200,
+)
+"""Seconds on one core: shows that everything runs, and a collapse; not a size about which anything is claimed."""
+
+
+def full_study() -> Study:
+    """The published study, for one GPU: English text, 8 layers, 512 wide, one pretrained model for all seeds."""
+    from psd_utils.spurious.biography_text import TextLanguage  # trains a tokenizer
+
+    return Study(FULL, TextLanguage(), 512, 8, 8, FULL_TRAINING, n_steps=1200, one_world=42)
 
 
 def run_conditions(
@@ -153,20 +177,20 @@ def run_conditions(
         conditions = {name: CONDITIONS[name] for name in conditions}
     tables = []
     jobs = [(seed, name) for seed in seeds for name in conditions]
-    known: dict[TransformerSettings, Decoder] = {}
-    last_seed = None
+    known: dict[tuple[int, TransformerSettings], Decoder] = {}
     for seed, name in tqdm(jobs, "runs", disable=not progress, leave=False):
-        if seed != last_seed:
-            known, last_seed = {}, seed
         condition, home = conditions[name], None if folder is None else folder / f"seed_{seed}"
-        table = _finished(home, name, study, condition, surgery)
+        path = None if home is None else home / f"{name}.json"
+        key = _key(study, condition, surgery)
+        table = _finished(path, key) if path is not None and path.is_file() else None
         if table is None:
-            settings = study.model(condition)
-            world = study.world(condition, seed)
-            if settings not in known:
-                sub = None if home is None else home / ("final_norm" if settings.final_norm else "no_final_norm")
-                known[settings] = pretrain(world, settings, study.training, sub, device, progress)
-            table = run_injection(world, known[settings], study, condition, name, home, surgery, progress)
+            world, settings = study.world(condition, seed), study.model(condition)
+            known = {model: weights for model, weights in known.items() if model[0] == world.seed}
+            if (world.seed, settings) not in known:
+                kept = None if folder is None else folder / f"seed_{world.seed}" / _model_name(settings)
+                known[world.seed, settings] = pretrain(world, settings, study.training, kept, device, progress)
+            start = known[world.seed, settings]
+            table = run_injection(world, start, study, condition, name, seed, path, surgery, progress)
         tables.append(table)
     return pd.concat(tables, ignore_index=True)
 
@@ -177,30 +201,36 @@ def run_injection(
     study: Study,
     condition: Condition,
     name: str,
-    home: Path | None = None,
+    seed: int,
+    path: Path | None = None,
     surgery: bool = False,
     progress: bool = False,
 ) -> pd.DataFrame:
-    """One injection, measured at every evaluation step; see run_conditions."""
+    """One injection, measured at every evaluation step; see run_conditions. `path` keeps its rows when it is done."""
     injection, observer = study.injection(condition), Observer(world, start)
     steps = evaluation_steps(injection.n_steps, study.every, then_every=5 * study.every)
-    key = _key(study, condition, surgery)
-    half = None if home is None else home / f"{name}.pt"
+    key, stream = _key(study, condition, surgery), 0 if study.one_world is None else seed
+    half = None if path is None else path.with_suffix(".pt")
     saved = load_state(half, key) if half is not None and half.is_file() else None
     rows: list[dict[str, Any]] = list(saved["rows"]) if saved else []
-    for moment in inject(world, start, steps, injection, study.training, resume_from=saved, progress=progress):
-        row = {"condition": name, "seed": world.seed, "step": moment.step, **observer.measure(moment.model)}
+    for moment in inject(world, start, steps, injection, study.training, stream, saved, progress):
+        row = {"condition": name, "seed": seed, "step": moment.step, **observer.measure(moment.model)}
         if surgery:
-            row |= surgeries(observer, moment.model, world.seed, moment.step)
+            row |= surgeries(observer, moment.model, seed, moment.step)
         rows.append(row)
         if half is not None and len(rows) % 10 == 0:
             save_state(half, key, {**moment.state(), "rows": rows})
-    table = pd.DataFrame(rows)
-    if home is not None and half is not None:
-        home.mkdir(parents=True, exist_ok=True)
-        (home / f"{name}.json").write_text(json.dumps({"key": key, "rows": rows}))
+    if path is not None and half is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({"key": key, "rows": rows}))
+        part.replace(path)
         half.unlink(missing_ok=True)
-    return table
+    return pd.DataFrame(rows)
+
+
+def _model_name(settings: TransformerSettings) -> str:
+    return ("mlp_" if settings.mlp else "") + ("final_norm" if settings.final_norm else "no_final_norm")
 
 
 def _key(study: Study, condition: Condition, surgery: bool) -> str:
@@ -216,11 +246,8 @@ def _key(study: Study, condition: Condition, surgery: bool) -> str:
     return json.dumps(parts, sort_keys=True)
 
 
-def _finished(home: Path | None, name: str, study: Study, condition: Condition, surgery: bool) -> pd.DataFrame | None:
-    path = None if home is None else home / f"{name}.json"
-    if path is None or not path.is_file():
-        return None
+def _finished(path: Path, key: str) -> pd.DataFrame:
     saved = json.loads(path.read_text())
-    if saved["key"] != _key(study, condition, surgery):
+    if saved["key"] != key:
         raise ValueError(f"{path} holds a run with other settings. Use another folder, or delete it.")
     return pd.DataFrame(saved["rows"])
