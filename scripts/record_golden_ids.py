@@ -11,9 +11,9 @@ import sys
 from psd_utils.corpus import golden_file, golden_ids
 from psd_utils.errors import PsdError, nearest
 from psd_utils.files import write_json
-from psd_utils.models import load_tokenizer, locate
 from psd_utils.pairs import load_registry
 from psd_utils.paths import project_root, registry_file
+from psd_utils.sources import load_tokenizer, locate
 
 
 def main(arguments: list[str]) -> None:

@@ -10,11 +10,13 @@ from conftest import TOKENIZER_LENGTH, make_adapter, perturb, train_a_little
 from transformers import AutoModelForCausalLM
 
 import psd_utils as psd
-from psd_utils import models
+from psd_utils import devices
+from psd_utils.devices import choose_device
 from psd_utils.errors import PsdError
-from psd_utils.models import choose_device, load_model, locate
+from psd_utils.models import load_model
 from psd_utils.pairs import Member, Pair
 from psd_utils.score import prepare, score_member
+from psd_utils.sources import locate
 
 CPU = choose_device("cpu", "float32")
 HALF = choose_device("cpu", "bfloat16")
@@ -234,7 +236,7 @@ def test_model_that_does_not_fit_is_spread_and_scores_the_same(
     make(tmp_path / "derived", name, tokenizer, tied=tied, seed=1)
     task = prepare(Pair(str(tmp_path / "base"), str(tmp_path / "derived")), str(text_file), 500)
     plain = score_member(task, "base", CPU, tmp_path / "plain")
-    monkeypatch.setattr(models, "SPREAD_MEMORY", {"cpu": memory})
+    monkeypatch.setattr(devices, "SPREAD_MEMORY", {"cpu": memory})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     spread = choose_device("spread", "float32")
     assert spread.reason == "cpu: no CUDA device; float32: asked for; models spread over all devices"

@@ -15,8 +15,8 @@ from conftest import Child, english_like, write_lines
 
 from psd_utils import files, score
 from psd_utils.corpus import load_corpus, read_documents
+from psd_utils.devices import choose_device
 from psd_utils.errors import PsdError
-from psd_utils.models import choose_device
 from psd_utils.pairs import Pair
 from psd_utils.score import prepare, score_member
 

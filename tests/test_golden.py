@@ -12,9 +12,9 @@ import psd_utils as psd
 from psd_utils import corpus
 from psd_utils.corpus import GOLDEN_STRINGS, check_golden_ids, golden_file
 from psd_utils.errors import PsdError
-from psd_utils.models import locate
 from psd_utils.pairs import Member
 from psd_utils.score import prepare
+from psd_utils.sources import locate
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 pytestmark = pytest.mark.usefixtures("single_thread")

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,17 +12,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from psd_utils.devices import choose_device
 from psd_utils.errors import PsdError
-from psd_utils.models import (
-    check_facts,
-    choose_device,
-    load_config,
-    load_model,
-    load_tokenizer,
-    locate,
-    longest_context,
-)
+from psd_utils.models import load_model
 from psd_utils.pairs import Member, ModelFacts
+from psd_utils.sources import check_facts, load_config, load_tokenizer, locate, longest_context
 
 CPU = choose_device("cpu", "float32")
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -245,8 +240,54 @@ def test_folder_with_pickled_weights_only_is_refused(tmp_path, make_model):
     with pytest.raises(PsdError) as caught:
         source(tmp_path)
     assert f"model folder {tmp_path} has no safetensors weights" in str(caught.value)
-    assert "it holds pickled weights (pytorch_model.bin), which are not loaded" in str(caught.value)
+    assert "it holds pickled weights (pytorch_model.bin), which are not loaded unless asked for by name" in str(
+        caught.value
+    )
+    assert f"as {tmp_path / 'pytorch_model.bin'}" in str(caught.value)
     assert "save it with save_pretrained" in str(caught.value)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_pickled_weights_asked_for_by_name_are_the_safetensors_ones(tmp_path, make_model, sharded):
+    model = make_model(tmp_path)
+    expected = load(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    state = model.state_dict()
+    asked = tmp_path / "pytorch_model.bin"
+    if sharded:
+        asked = tmp_path / "pytorch_model.bin.index.json"
+        names = sorted(state)
+        parts = {f"pytorch_model-0000{i + 1}-of-00002.bin": names[i::2] for i in range(2)}
+        for part, own in parts.items():
+            torch.save({name: state[name] for name in own}, tmp_path / part)
+        index = {"metadata": {}, "weight_map": {name: part for part, own in parts.items() for name in own}}
+        asked.write_text(json.dumps(index))
+    else:
+        torch.save(state, asked)
+    found = load(asked)
+    ids = torch.arange(6)[None]
+    assert torch.equal(found.states(ids, torch.ones_like(ids)), expected.states(ids, torch.ones_like(ids)))
+    assert torch.equal(found.head, expected.head)
+    member = Member(str(asked))
+    assert member.leaf == tmp_path.name
+    files = locate(member).identity["content"]
+    assert any(name.endswith(".bin") for name in files)
+    assert not any(name.endswith(".safetensors") for name in files)
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path, make_model):
+    make_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    marker = tmp_path / "ran"
+
+    class Payload:
+        def __reduce__(self):
+            return (Path.touch, (marker,))
+
+    torch.save({"model.embed_tokens.weight": Payload()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(PsdError, match="cannot be loaded"):
+        load(tmp_path / "pytorch_model.bin")
+    assert not marker.exists()
 
 
 def test_folder_without_weights_is_refused(tmp_path):

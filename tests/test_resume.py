@@ -12,8 +12,8 @@ from conftest import Child
 
 from psd_utils import capture, files, score
 from psd_utils.capture import open_capture, read_shard, verify
+from psd_utils.devices import choose_device
 from psd_utils.errors import PsdError
-from psd_utils.models import choose_device
 from psd_utils.score import prepare, score_member
 
 CPU = choose_device("cpu", "float32")

@@ -7,9 +7,11 @@ import pytest
 from conftest import REPOSITORY
 
 import psd_utils as psd
+from psd_utils.devices import choose_device
 from psd_utils.errors import PsdError
-from psd_utils.models import choose_device, load_model, locate
+from psd_utils.models import load_model
 from psd_utils.pairs import Member, load_registry, load_texts
+from psd_utils.sources import locate
 
 CPU = choose_device("cpu", "float32")
 TOKEN = "hf_" + "Secret0" * 5

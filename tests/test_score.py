@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from psd_utils import score
 from psd_utils.capture import open_capture, plan_shards, verify
 from psd_utils.corpus import SPLITS
+from psd_utils.devices import choose_device
 from psd_utils.errors import PsdError
 from psd_utils.kernels import corrected_losses
-from psd_utils.models import choose_device, load_model
+from psd_utils.models import load_model
 from psd_utils.pairs import Member, ModelFacts, Pair
 from psd_utils.score import batch_states, batches, prepare, score_member
 

@@ -18,11 +18,12 @@ from psd_utils import score, storage
 from psd_utils.batching import MOST_PADDING, batches, padding_share
 from psd_utils.capture import open_capture, plan_shards
 from psd_utils.corpus import load_corpus
+from psd_utils.devices import choose_device
 from psd_utils.errors import PsdError
 from psd_utils.files import save_file
-from psd_utils.models import choose_device, load_config, load_tokenizer, locate
 from psd_utils.pairs import Member, Pair
 from psd_utils.score import prepare, score_member
+from psd_utils.sources import load_config, load_tokenizer, locate
 
 CPU = choose_device("cpu", "float32")
 Usage = namedtuple("Usage", "total used free")

@@ -196,7 +196,7 @@ def sensitivity_figure(table: pd.DataFrame) -> Figure:
             ax.set_xticks(range(len(settings)), labels, rotation=30, ha="right", fontsize=7)
             ax.set_xlim(-0.5, max(len(settings), 1) - 0.5)
             ax.set_title(title)
-        axes[0].set_ylabel("symmetric share of the gap")
+        axes[0].set_ylabel("symmetric share of the gap (hollow: matched damage)")
         legend_once(figure, axes)
     return figure
 
@@ -206,6 +206,8 @@ def _upright(axes: Axes, x: float, values: Mapping[str, float], colour: object, 
     if np.isfinite(y):
         error = np.array([[max(0.0, y - low)], [max(0.0, high - y)]]) if np.isfinite(low) else None
         axes.errorbar(x, y, yerr=error, fmt="o", color=colour, label=label, capsize=2, markersize=4, linewidth=1)
+    if np.isfinite(values["damage_share"]):
+        axes.plot(x, values["damage_share"], "s", color=colour, markerfacecolor="white", markersize=4)
 
 
 def in_sample_figure(table: pd.DataFrame) -> Figure:

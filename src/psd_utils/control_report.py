@@ -88,6 +88,8 @@ def sensitivity_table(table: pd.DataFrame, analysis: str = "sensitivity") -> pd.
             "gap": rows["gap"].round(4),
             "raw share": _with_interval(rows, "raw_share", "raw_low", "raw_high", 3),
             "symmetric share": _with_interval(rows, "symmetric_share", "symmetric_low", "symmetric_high", 3),
+            "damage share": [_number(v, 3) for v in rows["damage_share"]],
+            "excess share": _with_interval(rows, "excess_share", "excess_low", "excess_high", 3),
             "reason": rows["reason"].fillna(""),
         }
     )

@@ -14,10 +14,13 @@ from transformers import LogitsProcessor
 
 from .corpus import tokenizer_sha256
 from .correction import Correction, check_ids
+from .devices import choose_device
 from .errors import PsdError
 from .files import write_json
-from .models import LoadedModel, Source, choose_device, load_causal_model, load_config, load_tokenizer, locate
+from .models import load_causal_model
+from .output_layer import LoadedModel
 from .pairs import Member
+from .sources import Source, load_config, load_tokenizer, locate
 
 _LOG = logging.getLogger(__name__)
 

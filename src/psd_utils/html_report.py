@@ -9,7 +9,6 @@ from typing import Any
 
 import jinja2
 import matplotlib
-import pandas as pd
 
 from . import control_report, report
 from .decision import RULE, decide
@@ -92,12 +91,3 @@ def _facts(study: Study) -> dict[str, str]:
         "intervals": f"{settings['n_resamples']:,} resamples of documents, seed {settings['seed']}",
         "device": str(study.summary["device"]),
     } | {f"note {i + 1}": str(note) for i, note in enumerate(study.summary["notes"])}
-
-
-def overview(recovery: pd.DataFrame, controls: pd.DataFrame | None) -> pd.DataFrame:
-    """Return the verdict of every pair, a row per pair."""
-    rows = []
-    for pair, own in recovery.groupby("pair", sort=False):
-        ladder = None if controls is None else controls[controls["pair"] == pair]
-        rows.append({"pair": pair, "verdict": decide(own, ladder).verdict})
-    return pd.DataFrame(rows).set_index("pair")

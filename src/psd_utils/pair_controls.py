@@ -68,14 +68,14 @@ def run_controls(
     locks = study.path.parent / ".locks"
     locks.mkdir(exist_ok=True)
     with FileLock(locks / f"{study.path.name}.controls"):
-        done = _read(study.path)
+        done = read_controls(study.path)
         if done is not None:
             if done.facts["settings_sha256"] == digest:
                 return done
             if not overwrite:
                 raise PsdError(f"{study.path} holds controls of other settings; give overwrite=True to replace them")
         _compute(study, settings, chosen, {"settings": values, "settings_sha256": digest})
-        written = _read(study.path)
+        written = read_controls(study.path)
     assert written is not None
     return written
 
@@ -118,11 +118,16 @@ def _compute(study: Study, settings: Settings, chosen: ControlSettings, describe
     shutil.rmtree(parts)
 
 
-def _read(folder: Path) -> PairControls | None:
+def read_controls(folder: Path) -> PairControls | None:
+    """Return the finished controls in a study's folder, or None if there are none.
+
+    Raises:
+        PsdError: a file is missing or damaged.
+    """
     if not (folder / "controls.json").is_file():
         return None
     losses, table, left_out = (
-        pd.read_parquet(folder / f"{name}.parquet") for name in ("controls_losses", "controls", "left_out")
+        read_table(folder / f"{name}.parquet") for name in ("controls_losses", "controls", "left_out")
     )
     return PairControls(losses, table, left_out, read_json(folder / "controls.json"), folder)
 

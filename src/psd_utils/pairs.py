@@ -12,11 +12,16 @@ from .errors import PsdError, nearest
 from .paths import project_root, registry_file
 
 DTYPES = ("float32", "bfloat16", "float16")
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Pickled weights, or the index of several files of them: loaded only where a member's model ends in such a name."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One model: a local folder or a hub repository, optionally at a revision and with a PEFT adapter on it."""
+    """One model: a local folder or a hub repository, optionally at a revision and with a PEFT adapter on it.
+
+    Weights are read from safetensors; pickled ones only if named, as in `path/or/name/pytorch_model.bin`.
+    """
 
     model: str
     revision: str | None = None
@@ -33,7 +38,7 @@ class Member:
     @property
     def leaf(self) -> str:
         """The last part of the model's name, for labels and file names."""
-        return Path(self.model.rstrip("/")).name.lstrip(".") or "model"
+        return Path(split_pickled(self.model)[0].rstrip("/")).name.lstrip(".") or "model"
 
     @property
     def label(self) -> str:
@@ -128,8 +133,11 @@ class Pair:
 
 def _place(name: str | None) -> str | None:
     """Return the absolute path of a local folder, so that it is the same from every working folder, or a hub name."""
-    folder = None if name is None else model_folder(name)
-    return name if folder is None else str(folder.resolve())
+    if name is None:
+        return None
+    model, pickled = split_pickled(name)
+    folder = model_folder(model)
+    return name if folder is None else "/".join([str(folder.resolve()), *filter(None, [pickled])])
 
 
 def resolved(member: Member) -> Member:
@@ -192,6 +200,12 @@ def resolve_text(pair: Pair, text: str | None = None) -> str:
         known = nearest(source, list(registered))
         raise PsdError(f"no text at {source} (from {Path.cwd()}), and no registered text of that name; {known}")
     return str(own)
+
+
+def split_pickled(model: str) -> tuple[str, str | None]:
+    """Return a model's folder or repository, and the pickled weights in it that its name asks for, if it does."""
+    folder, _, leaf = model.rpartition("/")
+    return (folder, leaf) if leaf in PICKLED and folder else (model, None)
 
 
 def model_folder(model: str) -> Path | None:

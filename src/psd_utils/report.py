@@ -7,12 +7,13 @@ from typing import Any
 import pandas as pd
 
 from .capture import Capture
+from .decision import decide
 from .drawing import correction_label
 from .errors import PsdError
 from .files import read_json
-from .models import load_tokenizer, locate
 from .pairs import Member, Pair
 from .paths import results_dir
+from .sources import load_tokenizer, locate
 from .study import Settings, Study, load_study
 from .study_figures import largest_biases
 
@@ -158,6 +159,15 @@ def _sentence(pair: str, rows: pd.DataFrame) -> str:
     else:
         verdict = "the share does not exceed its damage control"
     return f"{start}; {damage} ({interval}): {verdict}."
+
+
+def verdict_table(recovery: pd.DataFrame, controls: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Return what the decision rule says of every pair, a row per pair; `controls` is controls.parquet of any pairs."""
+    rows = []
+    for pair, own in recovery.groupby("pair", sort=False):
+        ladder = None if controls is None else controls[controls["pair"] == pair]
+        rows.append({"pair": pair, "is its loss fixable at the output layer?": decide(own, ladder).verdict})
+    return pd.DataFrame(rows).set_index("pair")
 
 
 def finished_studies(out_dir: str | None, pair: str | None = None) -> list[Study]:

@@ -33,22 +33,14 @@ from .corpus import (
     special_ids,
     tokenizer_sha256,
 )
+from .devices import Device
 from .errors import PsdError
 from .files import write_tensors
 from .kernels import corrected_losses
-from .models import (
-    Device,
-    LoadedModel,
-    Source,
-    check_facts,
-    load_config,
-    load_model,
-    load_tokenizer,
-    locate,
-    longest_context,
-    widths_of,
-)
+from .models import load_model
+from .output_layer import LoadedModel
 from .pairs import ModelFacts, Pair, resolve_text
+from .sources import Source, check_facts, load_config, load_tokenizer, locate, longest_context, widths_of
 from .storage import check_room, scoring_needs
 
 _LOG = logging.getLogger(__name__)

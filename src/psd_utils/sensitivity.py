@@ -62,7 +62,8 @@ class PairModels:
         def cut(model: OutputModel) -> OutputModel:
             return replace(model, splits={**model.splits, "fit": first_documents(model.splits["fit"], n_tokens)})
 
-        return replace(self, **{role: cut(model) for role, model in self.members.items()})
+        damaged = None if self.damaged is None else cut(self.damaged)
+        return replace(self, base=cut(self.base), derived=cut(self.derived), damaged=damaged)
 
 
 def labels_of(role: str) -> dict[str, Any]:

@@ -11,9 +11,10 @@ import torch
 
 from .capture import SHARD_TOKENS, plan_shards
 from .corpus import LONGEST_CUT, Corpus
+from .devices import Device
 from .errors import PsdError
 from .files import read_json, sha256_of_file
-from .models import Device, Source
+from .sources import Source, weight_files
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def scoring_needs(corpus: Corpus, source: Source, device: Device, config: Any) -
     disk = tokens * (width * size + 4) + rows * width * size + tokens * 8 + documents * 80
     disk += 4096 * (3 + len(plan_shards(corpus)))
     stored = getattr(torch, str(getattr(config, "dtype", None) or "float32").removeprefix("torch."))
-    weights = sum(p.stat().st_size for p in source.folder.glob("*.safetensors")) * size // stored.itemsize
+    weights = sum(p.stat().st_size for p in weight_files(source)) * size // stored.itemsize
     shard = min(tokens, SHARD_TOKENS + LONGEST_CUT) * (width * size + 4)
     return Needs(disk, weights + shard + WORKSPACE)
 

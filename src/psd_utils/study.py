@@ -17,11 +17,11 @@ from tqdm.auto import tqdm
 from . import controls
 from .capture import Capture, capture_key
 from .correction import FITTED_BIAS_KINDS, KINDS, Correction
+from .devices import Device, choose_device
 from .errors import PsdError
 from .files import read_json, read_table, sha256_of_json, write_json, write_table
 from .head import OutputModel, real_ids, top_k_ids
 from .kernels import corrected_moments
-from .models import Device, choose_device
 from .pairs import Pair, resolved
 from .parts import Part, fit_part, read_part, write_part
 from .paths import captures_dir, results_dir
