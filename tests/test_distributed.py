@@ -12,11 +12,11 @@ from conftest import REPOSITORY, Child
 from psd_utils import score
 from psd_utils.capture import open_capture, verify
 from psd_utils.correction import KINDS
+from psd_utils.devices import choose_device
 from psd_utils.distributed import ShardedObjective, crew_of, fit_together, start_processes
 from psd_utils.errors import PsdError
 from psd_utils.fit import fit_correction
 from psd_utils.kernels import head_statistics
-from psd_utils.models import choose_device
 from psd_utils.objectives import StatisticsObjective
 from psd_utils.score import prepare, score_member
 
