@@ -72,9 +72,13 @@ def test_own_pair_by_two_paths_goes_through_all_three_notebooks(pair: psd.Pair, 
     recovery = pd.read_parquet(results / "recovery.parquet")
     assert recovery["symmetric_share"].notna().sum() == 6
     drawn = run("04_figures", out_dir=given["out_dir"])
-    assert pictures(drawn) == 4
+    overview = ("forest", "gap_share", "temperatures", "published")
+    own = tuple(f"{what}_{pair.name}" for what in ("shares", "losses", "temperatures", "biases", "profile"))
+    assert pictures(drawn) == len(overview + own)
+    assert f"1 pairs, 0 with controls, {len(overview + own)} pictures as SVG, PNG and CSV, 1 reports" in printed(drawn)
+    assert (results / "report.html").stat().st_size < 1_500_000
     figures = run.folder / "results" / "figures"
-    for name in (f"shares_{pair.name}", f"losses_{pair.name}", "temperatures", "published"):
+    for name in overview + own:
         for suffix in (".svg", ".png", ".csv"):
             assert (figures / f"{name}{suffix}").stat().st_size > 100
     temperatures = pd.read_csv(figures / "temperatures.csv")

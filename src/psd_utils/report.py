@@ -8,7 +8,7 @@ import pandas as pd
 
 from .capture import Capture
 from .decision import decide
-from .drawing import correction_label
+from .drawing import correction_label, rung_label
 from .errors import PsdError
 from .files import read_json
 from .pairs import Member, Pair
@@ -168,6 +168,22 @@ def verdict_table(recovery: pd.DataFrame, controls: pd.DataFrame | None = None) 
         ladder = None if controls is None else controls[controls["pair"] == pair]
         rows.append({"pair": pair, "is its loss fixable at the output layer?": decide(own, ladder).verdict})
     return pd.DataFrame(rows).set_index("pair")
+
+
+def ladders_table(ladder: pd.DataFrame) -> pd.DataFrame:
+    """Return the symmetric share that each rung of the ladder gives back, a row per rung and a column per pair.
+
+    `ladder` holds the ladder's rows of controls.parquet of any pairs.
+    """
+    rows = ladder[ladder["correction"] != "none"]
+    shown = pd.DataFrame(
+        {
+            "rung": rows["correction"].map(rung_label),
+            "pair": rows["pair"],
+            "share": _with_interval(rows, "symmetric_share", "symmetric_low", "symmetric_high", 3),
+        }
+    )
+    return shown.pivot(index="rung", columns="pair", values="share").loc[list(dict.fromkeys(shown["rung"]))]
 
 
 def finished_studies(out_dir: str | None, pair: str | None = None) -> list[Study]:
