@@ -6,7 +6,7 @@ that load one as transformers' own model, checked as for scoring, with adapters 
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from glob import has_magic
 from pathlib import Path
@@ -57,6 +57,17 @@ def run_members(text: str, base: Member) -> tuple[RunMember, ...]:
     if len(set(labels)) < len(labels):
         labels = [f"{Path(one.adapter or one.model).parent.name}/{_leaf(one)}" for one in found]
     return tuple(RunMember(*parts) for parts in zip(labels, numbers, found, strict=True))
+
+
+def require(given: Mapping[str, Any], *names: str) -> None:
+    """Check that parameters which go with a base of one's own are given.
+
+    Raises:
+        PsdError: one of them is None.
+    """
+    lacking = [name for name in names if given[name] is None]
+    if lacking:
+        raise PsdError(f"a base of your own needs {', '.join(names)} as well; not given: {', '.join(lacking)}")
 
 
 def _expand(item: str, base: Member) -> list[Member]:

@@ -101,7 +101,7 @@ def relation_figure(shift: pd.DataFrame, checkpoint: str) -> Figure:
     axes.hlines(places, part["trained"], part["common_removed"], color="0.7")
     axes.plot(part["trained"], places, "o", color=PALETTE[0], label="as trained")
     axes.plot(part["common_removed"], places, "^", color=PALETTE[3], label="common part removed")
-    axes.set_yticks(places, [f"{r} ({n})" for r, n in zip(part["relation"], part["facts"], strict=True)])
+    axes.set_yticks(places, [f"{r} ({int(n)})" for r, n in zip(part["relation"], part["facts"], strict=True)])
     axes.set(xlabel="first-token recall of old facts", xlim=(-0.02, 1.02))
     axes.set_title(f"Relations at {checkpoint} (number of facts)", loc="left", fontsize=10)
     axes.legend(fontsize=8, frameon=False)

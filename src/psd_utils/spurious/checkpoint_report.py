@@ -64,8 +64,7 @@ def make_report(
     summary = {
         "sentence": f"{last}: {found[last].sentence}",
         "verdict": found[last].name,
-        "lowest_recall_step": low,
-        "rebound": rise,
+        "rebound": {"from_step": low, "rise": rise},
         "verdicts": {
             label: {"verdict": v.name, "sentence": v.sentence, "evidence": dict(v.evidence)}
             for label, v in found.items()
@@ -76,6 +75,17 @@ def make_report(
         write_table(folder / f"{name}.parquet", table)
     write_json(folder / "summary.json", summary)
     return CheckpointReport(facts, recall, shift, tables["updates"], equal, found, summary, folder)
+
+
+def verdict_table(report: CheckpointReport) -> pd.DataFrame:
+    """step, checkpoint, verdict, loss of first-token recall and its standard error, hidden_share (of the loss)."""
+    steps = report.recall.drop_duplicates("checkpoint").set_index("checkpoint")["step"]
+    names = ("loss", "loss_se", "hidden_share")
+    rows = [
+        {"step": steps[label], "checkpoint": label, "verdict": v.name} | {name: v.evidence[name] for name in names}
+        for label, v in report.verdicts.items()
+    ]
+    return pd.DataFrame(rows)
 
 
 def recall_table(facts: pd.DataFrame) -> pd.DataFrame:

@@ -71,6 +71,19 @@ class CheckpointSettings:
 SETTINGS = CheckpointSettings()
 
 
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Ranks from text such as "1 4"; "0" alone stands for no surgery.
+
+    Raises:
+        ValueError: something else than whole numbers.
+    """
+    try:
+        ranks = tuple(int(part) for part in text.replace(",", " ").split())
+    except ValueError as error:
+        raise ValueError(f'ranks must be whole numbers such as "1 4", found {text!r}.') from error
+    return () if ranks == (0,) else ranks
+
+
 def study_checkpoints(
     base: Checkpoint,
     checkpoints: Sequence[Checkpoint],

@@ -203,6 +203,7 @@ def hidden_shares(evidence: Mapping[str, Any]) -> dict[str, float]:
 
 
 def rebound(steps: np.ndarray, recall: np.ndarray) -> tuple[int, float]:
-    """(step of the lowest recall, rise from there to the highest later one) along a run."""
-    low = int(np.argmin(recall))
-    return int(steps[low]), float(recall[low:].max() - recall[low])
+    """(step, rise): the place from which recall later rises most, and by how much; a rise of 0 if it never does."""
+    rises = np.maximum.accumulate(recall[::-1])[::-1] - recall
+    low = int(np.argmax(rises))
+    return int(steps[low]), float(rises[low])
