@@ -45,6 +45,12 @@ def matched_head_noise(
     return _matched_head(base, base_loss, gap, lambda: _noise(base.head, rows, seed), rows)
 
 
+def with_head_noise(base: OutputModel, noise_sd: float, seed: int, n_real_rows: int) -> OutputModel:
+    """Return the model that `matched_head_noise` found, from the `noise_sd` that it recorded."""
+    direction = _noise(base.head, n_real_rows, seed)
+    return base.with_head((base.head.to(direction.dtype) + noise_sd * direction).to(base.head.dtype))
+
+
 def matched_permuted_difference(
     base: OutputModel, derived: OutputModel, base_loss: float, gap: float, seed: int, n_real_rows: int
 ) -> Damage:

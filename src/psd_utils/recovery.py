@@ -192,6 +192,11 @@ class _Resamples:
         return np.random.default_rng([self.seed, 1]).integers(0, n_seeds, size=(self.n_resamples, n_seeds))
 
 
+def resample_counts(n_documents: int, n_resamples: int, seed: int = 0) -> np.ndarray:
+    """Return how often each resample of `recovery_table` draws each document, float64 [resamples, documents]."""
+    return _Resamples(n_documents, n_resamples, seed).sums(np.eye(n_documents))
+
+
 def _interval(values: np.ndarray) -> tuple[float, float]:
     low, high = np.percentile(values, _PERCENTILES)
     return float(low), float(high)

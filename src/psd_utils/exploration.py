@@ -1,0 +1,288 @@
+"""The numbers behind the explorer's pictures: what a model and a correction give on the subsample of `eval`."""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from scipy.optimize import minimize_scalar
+
+from .calibration import Reliability, reliability
+from .correction import FITTED_BIAS_KINDS, KINDS, Correction
+from .drawing import correction_label
+from .errors import PsdError, nearest
+from .recovery import resample_counts
+from .smaller_set import refit
+from .study import Study
+from .subsample import Subsample, load_subsample
+from .surface import Surface
+
+TEMPERATURES = (0.5, 2.0)
+N_RESAMPLES = 2000
+OF_A_SET = ("prior_ratio", "bias", "bias_temperature")
+"""The kinds whose set can be made smaller."""
+
+_CURVE = torch.from_numpy(np.geomspace(*TEMPERATURES, 61))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is looked at: a member under a kind of correction, fitted on a set of `top_k` ids (None: the study's set).
+
+    `temperature` and `strength` set by hand replace the fitted T and the full bias; None stands for the fitted ones.
+    """
+
+    member: str = "derived"
+    kind: str = "bias_temperature"
+    top_k: int | None = None
+    temperature: float | None = None
+    strength: float | None = None
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value with its 95 % percentile bootstrap interval over documents; NaN and a `reason` where undefined."""
+
+    value: float
+    low: float = np.nan
+    high: float = np.nan
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A member's correction of a kind on the subsample: `token_loss` [N] is its loss at the fitted values, nats."""
+
+    correction: Correction
+    surface: Surface
+    token_loss: torch.Tensor
+    origin: str
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is shown for a choice; losses in nats per token, on N tokens of `eval`.
+
+    `by_hand` says that T or strength are not the fitted ones. `curve` float64 [2, A] holds temperatures and losses at
+    this strength, `best_temperature` and `best_loss` its optimum. `token_loss`, `token_lost` (derived minus base,
+    uncorrected) and `token_given_back` (this member, uncorrected minus corrected) are float32 [N].
+    """
+
+    choice: Choice
+    fitted: Fitted
+    temperature: float
+    strength: float
+    by_hand: bool
+    loss: float
+    uncorrected: float
+    base_uncorrected: float
+    gap: Interval
+    share: Interval
+    reliability: Reliability
+    curve: np.ndarray
+    best_temperature: float
+    best_loss: float
+    token_loss: np.ndarray
+    token_lost: np.ndarray
+    token_given_back: np.ndarray
+
+    @property
+    def origin(self) -> str:
+        """Where the values come from, in words."""
+        if self.by_hand:
+            return "set by hand while looking at eval: an illustration, not a result"
+        return self.fitted.origin
+
+    def table(self) -> pd.DataFrame:
+        """Return the numbers that the explorer shows: `quantity`, `value`, `low`, `high`, `note`."""
+        gap, share, bins = self.gap, self.share, self.reliability
+        rows: list[tuple[Any, ...]] = [
+            ("temperature T", self.temperature, np.nan, np.nan, ""),
+            ("bias strength", self.strength, np.nan, np.nan, ""),
+            ("loss", self.loss, np.nan, np.nan, "nats per token"),
+            ("loss, uncorrected", self.uncorrected, np.nan, np.nan, "nats per token"),
+            ("gap to the base", gap.value, gap.low, gap.high, gap.reason or "nats per token, uncorrected"),
+            ("symmetric share", share.value, share.low, share.high, share.reason),
+            ("calibration error", bins.error, np.nan, np.nan, "expected, 15 bins"),
+            ("best T at this strength", self.best_temperature, np.nan, np.nan, f"loss {self.best_loss:.4f}"),
+        ]
+        return pd.DataFrame(rows, columns=["quantity", "value", "low", "high", "note"])
+
+
+class Exploration:
+    """A study's subsample, and what it says for any choice. Only tables and stored statistics are read; no model.
+
+    Raises:
+        PsdError: as `load_subsample`.
+    """
+
+    def __init__(self, study: Study, subsample: Subsample | None = None) -> None:
+        self.study = study
+        self.subsample = load_subsample(study) if subsample is None else subsample
+        self._records = study.summary["fits"]
+        self._resampled = resample_counts(len(self.subsample.keys), N_RESAMPLES, study.summary["settings"]["seed"])
+        self._fitted = lru_cache(maxsize=64)(self._find)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The members that can be looked at."""
+        return self.subsample.members
+
+    def kinds(self, member: str) -> tuple[str, ...]:
+        """Return the kinds of correction that a member has, in their usual order."""
+        return tuple(kind for kind in KINDS if kind in self.subsample.models[member].losses)
+
+    def set_sizes(self) -> tuple[int, ...]:
+        """Return the sizes of smaller sets on offer, below the study's own."""
+        most = len(self.subsample.set_ids)
+        own = self._records["base"]["bias"]["set_size"]
+        return tuple(k for k in dict.fromkeys((16, 64, most)) if k <= most and k < own)
+
+    def fitted(self, member: str, kind: str, top_k: int | None = None) -> Fitted:
+        """Return a member's fitted correction; with `top_k`, fitted anew on the subsample of `fit`.
+
+        Raises:
+            PsdError: no such member, kind or set.
+        """
+        if member not in self.members:
+            raise PsdError(f"no member {member!r}: {nearest(member, list(self.members))}")
+        if kind not in self.kinds(member):
+            raise PsdError(f"{member} has no correction {kind!r}: {nearest(kind, list(self.kinds(member)))}")
+        return self._fitted(member, kind, top_k if kind in OF_A_SET else None)
+
+    def _find(self, member: str, kind: str, top_k: int | None) -> Fitted:
+        record = self._records[member][kind]
+        model = self.subsample.models[member]
+        if top_k is None:
+            origin = "fitted on fit by the study"
+            if record["selected_none"]:
+                origin = "the study kept the model uncorrected: no correction of this kind was better on select"
+            return Fitted(self.study.corrections[member, kind], model.surface(kind), model.losses[kind], origin)
+        found = refit(self.subsample, member, kind, record["penalty"] if kind in FITTED_BIAS_KINDS else 0.0, top_k)
+        n = len(self.subsample.fit_targets)
+        origin = f"fitted anew for {top_k} ids on {n:,} tokens of fit: rougher than the study"
+        loss = found.surface.at(found.correction.temperature, 1.0).loss
+        return Fitted(found.correction, found.surface, loss, origin)
+
+    def reading(self, choice: Choice) -> Reading:
+        """Return all that is shown for a choice.
+
+        Raises:
+            PsdError: no such member, kind or set; T outside [0.5, 2] or a strength outside [0, 1].
+        """
+        fitted = self.fitted(choice.member, choice.kind, choice.top_k)
+        low, high = TEMPERATURES
+        reachable = min(max(fitted.correction.temperature, low), high)
+        temperature = reachable if choice.temperature is None else choice.temperature
+        strength = 1.0 if choice.strength is None else choice.strength
+        if not (low <= temperature <= high and 0 <= strength <= 1):
+            found = f"{temperature} and {strength}"
+            raise PsdError(f"T must lie between {low} and {high} and the strength between 0 and 1, found {found}")
+        moved = strength != 1.0 and bool(fitted.correction.ids.numel())
+        by_hand = moved or temperature != fitted.correction.temperature
+        at = fitted.surface.at(temperature, strength)
+        token_loss = at.loss if by_hand else fitted.token_loss
+        plain = {m: self.subsample.models[m].losses["none"] for m in self.members}
+        given_back = plain[choice.member] - token_loss
+        gap, share = self._shares(choice, plain, given_back)
+        best = _optimum(fitted.surface, strength)
+        curve = torch.stack([_CURVE, fitted.surface.mean_losses(_CURVE, strength)])
+        return Reading(
+            choice=choice,
+            fitted=fitted,
+            temperature=temperature,
+            strength=strength,
+            by_hand=by_hand,
+            loss=_mean(token_loss),
+            uncorrected=_mean(plain[choice.member]),
+            base_uncorrected=_mean(plain["base"]),
+            gap=gap,
+            share=share,
+            reliability=reliability(at.confidence.numpy(), at.correct.numpy()),
+            curve=curve.numpy(),
+            best_temperature=best,
+            best_loss=float(fitted.surface.mean_losses(torch.tensor([best]), strength)[0]),
+            token_loss=token_loss.numpy(),
+            token_lost=(plain["derived"] - plain["base"]).numpy(),
+            token_given_back=given_back.numpy(),
+        )
+
+    def _shares(
+        self, choice: Choice, plain: dict[str, torch.Tensor], given_back: torch.Tensor
+    ) -> tuple[Interval, Interval]:
+        """Return gap and symmetric share; the base's gain is that of its own fitted correction of the same kind."""
+        if choice.member == "base":
+            nothing = Interval(np.nan, reason="the base has no gap to itself")
+            return nothing, nothing
+        lost = plain[choice.member] - plain["base"]
+        # a correction that the base does not have, or fails to have, gives it nothing
+        base_gain = plain["base"] - self.fitted("base", choice.kind, choice.top_k).token_loss
+        by_document = np.stack([self._tokens, self._sums(lost), self._sums(given_back - base_gain)], axis=1)
+        tokens, gap, gain = by_document.sum(axis=0)
+        if len(self._tokens) < 2:
+            reason = "one document: no interval, so the gap cannot be told from 0"
+            return Interval(gap / tokens, reason=reason), Interval(np.nan, reason=reason)
+        drawn = self._resampled @ by_document
+        low, high = np.percentile(drawn[:, 1] / drawn[:, 0], (2.5, 97.5))
+        found = Interval(gap / tokens, low, high)
+        if not low > 0:
+            return found, Interval(np.nan, reason="nothing to recover: the gap's interval reaches 0 or below")
+        kept = drawn[drawn[:, 1] > 0]
+        return found, Interval(gain / gap, *np.percentile(kept[:, 2] / kept[:, 1], (2.5, 97.5)))
+
+    @cached_property
+    def _tokens(self) -> np.ndarray:
+        return self.subsample.offsets.diff().double().numpy()
+
+    def _sums(self, values: torch.Tensor) -> np.ndarray:
+        return np.add.reduceat(values.double().numpy(), self.subsample.offsets[:-1].numpy())
+
+    def document(self, index: int) -> slice:
+        """Return which of the N tokens are those of a document."""
+        return slice(*self.subsample.offsets[index : index + 2].tolist())
+
+    def tokens(self, index: int) -> list[str]:
+        """Return the texts of a document's tokens."""
+        return [self.subsample.texts[i] for i in self.subsample.targets[self.document(index)].tolist()]
+
+    def biases(self, fitted: Fitted) -> pd.DataFrame:
+        """Return the ids of a correction: `id, token` (decoded, in quotes), `bias` (nats), `count` (in `fit`)."""
+        ids = fitted.correction.ids
+        return pd.DataFrame(
+            {
+                "id": ids.numpy(),
+                "token": [repr(self.subsample.texts[i]) for i in ids.tolist()],
+                "bias": fitted.correction.bias.double().numpy(),
+                "count": self.subsample.counts[ids].numpy(),
+            }
+        )
+
+    def study_share(self, choice: Choice) -> Interval:
+        """Return the share that the study reports on all of `eval` for a choice at its fitted values."""
+        rows = self.study.recovery.set_index("correction")
+        if choice.member != "derived" or choice.kind not in rows.index or choice.top_k is not None:
+            return Interval(np.nan, reason="the study reports no such share")
+        names = ("symmetric_share", "symmetric_low", "symmetric_high")
+        return Interval(*(float(rows[name].astype(float)[choice.kind]) for name in names))
+
+    def words(self, choice: Choice) -> str:
+        """Return a choice in words."""
+        size = "" if choice.top_k is None or choice.kind not in OF_A_SET else f", {choice.top_k} ids"
+        return f"{self.study.pair.name}, {choice.member}: {correction_label(choice.kind)}{size}"
+
+
+def _optimum(surface: Surface, strength: float) -> float:
+    """Return the T in [0.5, 2] of the lowest mean loss; the loss is convex in 1/T, so there is one."""
+
+    def loss(beta: float) -> float:
+        return float(surface.mean_losses(torch.tensor([1.0 / beta], dtype=torch.float64), strength)[0])
+
+    low, high = TEMPERATURES
+    result: Any = minimize_scalar(loss, bounds=(1 / high, 1 / low), method="bounded", options={"xatol": 1e-5})
+    return float(1.0 / result.x)
+
+
+def _mean(values: torch.Tensor) -> float:
+    return float(values.mean(dtype=torch.float64))
