@@ -7,11 +7,27 @@ whose run was too short is left out, and the acceptance table says "not run".
 import numpy as np
 import pandas as pd
 
-from psd_utils.spurious.acceptance import Findings
+from psd_utils.spurious.acceptance import Findings, data_folder
 from psd_utils.spurious.findings import rebound
 
 GATE = 0.9
 """Recall of the new people that ends the event: the trough is sought before it, or erosion would be taken for it."""
+
+
+def load_runs(*parts: str) -> pd.DataFrame:
+    """Recorded runs of the small study: parts of data/spurious/transformer_run (main, more, cues, surgery, doses,
+    frozen), one under the other. scripts/record_spurious_runs.py makes them.
+
+    Raises:
+        FileNotFoundError: a part that was not recorded.
+    """
+    folder = data_folder() / "transformer_run"
+    missing = [part for part in parts if not (folder / f"{part}.csv").is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"No {missing[0]}.csv in {folder}; scripts/record_spurious_runs.py {missing[0]} makes it."
+        )
+    return pd.concat([pd.read_csv(folder / f"{part}.csv") for part in parts], ignore_index=True)
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
@@ -94,7 +110,7 @@ def transformer_findings(runs: pd.DataFrame, doses: pd.DataFrame | None = None, 
 
     Args:
         runs: B_prime, and C, no_final_norm and mlp where they were run.
-        doses: the five dose conditions, or None.
+        doses: the dose conditions beside B_prime, or None; they are compared over the seeds they share with it.
         prefix: what the names begin with.
     """
     found: dict[str, np.ndarray] = {}
@@ -113,7 +129,9 @@ def transformer_findings(runs: pd.DataFrame, doses: pd.DataFrame | None = None, 
         mean = summary(mean_run(runs, "mlp"))
         found |= {f"mlp.{name}": mean[name].to_numpy(float) for name in ("trough", "trough_step", "max_after")}
     if doses is not None:
-        means = pd.concat([mean_run(doses, name) for name in doses["condition"].unique()])
+        base = runs[(runs["condition"] == "B_prime") & runs["seed"].isin(doses["seed"])]
+        every = pd.concat([base, doses])
+        means = pd.concat([mean_run(every, name) for name in every["condition"].unique()])
         table = summary(means)
         found["doses.new_at_trough_spread"] = _one(np.ptp(table["new_at_trough"]))
         found["doses.first_trough_step"] = _one(table["trough_step"].min())
@@ -152,7 +170,7 @@ def _of_no_final_norm(runs: pd.DataFrame) -> dict[str, np.ndarray]:
 def _dip(curve: pd.Series) -> np.ndarray:
     """The largest fall of a curve below its highest point so far, as a share of its maximum."""
     values = curve.to_numpy(float)
-    return _one((np.maximum.accumulate(values) - values).max() / values.max())
+    return _one((np.maximum.accumulate(values) - values).max() / values.max() if values.max() > 0 else 0.0)
 
 
 def _at(mean: pd.DataFrame, column: str, step: int) -> np.ndarray:
