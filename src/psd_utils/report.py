@@ -70,6 +70,18 @@ def capture_table(captures: Mapping[str, Capture]) -> pd.DataFrame:
     return pd.DataFrame(rows).set_index("member")
 
 
+def counts_of_captures(captures: Mapping[str, Capture]) -> str:
+    """Return how much was scored, and the gap where both members were, in one line."""
+    losses = document_losses(captures)
+    documents, tokens = losses["document"].nunique(), losses.drop_duplicates("document")["tokens"].sum()
+    line = f"{len(captures)} models scored on {documents:,} documents, {tokens:,} tokens"
+    sums = losses[losses["split"] == "eval"].groupby("member")[["loss_sum", "tokens"]].sum()
+    if len(captures) < 2:
+        return line
+    means = sums["loss_sum"] / sums["tokens"]
+    return f"{line}; gap on eval {means['derived'] - means['base']:+.4f} nats per token"
+
+
 def share_table(recovery: pd.DataFrame) -> pd.DataFrame:
     """Return shares with their intervals as text, a row per pair and correction, the uncorrected left out."""
     rows = recovery[recovery["correction"] != "none"]
