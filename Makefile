@@ -1,4 +1,4 @@
-# make install | demo | test | lab | bench | results.
+# make install | demo | test | lab | bench | results | gallery.
 #
 # TORCH_BUILD chooses torch's build: empty for your package index's default (on Linux a CUDA build), "cpu" for a build
 # without CUDA, or a CUDA version such as "cu130".
@@ -11,13 +11,14 @@ TORCH := $(shell grep '^torch==' requirements.lock)
 TORCH_INDEX := $(if $(TORCH_BUILD),--index-url https://download.pytorch.org/whl/$(TORCH_BUILD))
 RESULTS := data/results
 DEMO := $(RESULTS)/demo
+TINY := $(RESULTS)/tiny
 TINY_PAIRS := tiny_instruct tiny_dpo tiny_math tiny_math_light tiny_code tiny_anneal
 
 # idle threads that sleep instead of spinning: several times faster where cores are shared
 export OMP_WAIT_POLICY ?= passive
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install demo test lint lab bench results slow-test verify release clean
+.PHONY: install demo test lint lab bench results gallery slow-test verify release clean
 
 install: $(VENV)/.installed
 
@@ -51,14 +52,29 @@ lab: install
 bench: install
 	$(BIN)/python benchmarks/foundation.py
 
-# rebuilds figures/ from the shipped tiny pairs: about 2 minutes a pair on two cores
+# rebuilds figures/ from the shipped tiny pairs, controls included: about 15 minutes a pair on two free cores. What is
+# finished is kept, and a killed run goes on. The known-answer worlds are made once, with the first pair.
 results: install
-	@mkdir -p $(RESULTS)/tiny
-	for pair in $(TINY_PAIRS); do \
-	  $(BIN)/papermill notebooks/02_fit.ipynb $(RESULTS)/tiny/02_fit_$$pair.ipynb -r pair $$pair -r out_dir $(RESULTS)/tiny || exit 1; \
+	@mkdir -p $(TINY)
+	n_seeds=20; for pair in $(TINY_PAIRS); do \
+	  $(BIN)/papermill notebooks/02_fit.ipynb $(TINY)/02_fit_$$pair.ipynb -r pair $$pair -r out_dir $(TINY) || exit 1; \
+	  $(BIN)/papermill notebooks/03_controls.ipynb $(TINY)/03_controls_$$pair.ipynb \
+	    -r pair $$pair -r out_dir $(TINY) -p n_seeds $$n_seeds || exit 1; \
+	  n_seeds=0; \
 	done
-	$(BIN)/papermill notebooks/04_figures.ipynb $(RESULTS)/tiny/04_figures.ipynb -r out_dir $(RESULTS)/tiny
-	$(BIN)/python scripts/publish_results.py $(RESULTS)/tiny figures
+	$(BIN)/papermill notebooks/04_figures.ipynb $(TINY)/04_figures.ipynb -r out_dir $(TINY)
+	$(BIN)/python scripts/publish_results.py $(TINY) figures
+	$(MAKE) gallery
+
+# executed copies of the notebooks for readers without a kernel, in docs/gallery: those of one pair with results
+GALLERY_PAIR := tiny_instruct
+gallery: install
+	$(BIN)/papermill notebooks/01_score.ipynb $(TINY)/01_score_$(GALLERY_PAIR).ipynb -r pair $(GALLERY_PAIR) -r out_dir $(TINY)
+	$(BIN)/papermill notebooks/04_figures.ipynb $(TINY)/04_figures_$(GALLERY_PAIR).ipynb -r pair $(GALLERY_PAIR) -r out_dir $(TINY)
+	$(BIN)/papermill notebooks/05_spurious.ipynb $(TINY)/05_spurious.ipynb -p quick True
+	$(BIN)/papermill notebooks/06_checkpoints.ipynb $(TINY)/06_checkpoints.ipynb
+	$(BIN)/python scripts/make_gallery.py docs/gallery $(TINY)/0[1-4]_*_$(GALLERY_PAIR).ipynb $(TINY)/0[56]_*.ipynb
+	cp $(TINY)/$(GALLERY_PAIR)/report.html docs/gallery/report_$(GALLERY_PAIR).html
 
 # hashes all captures again and names damaged files; REPAIR=--repair deletes those, to be scored anew
 REPAIR ?=
