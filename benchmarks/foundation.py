@@ -2,7 +2,7 @@
 
 The plain way: scoring by transformers' own loss, one document at a time; fitting bias and temperature by torch's
 L-BFGS with autograd through full logits. Both ways run alternately in one process, and the ratio is the median over
-pairs of runs.
+pairs of runs. The share of matrix throughput is that of the scoring's operations a second in those of a large product.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.utils.flop_counter import FlopCounterMode
 
 import psd_utils as psd
 from psd_utils import score, study
@@ -53,7 +54,24 @@ def scoring(task: score.ScoringTask, device: Any, repeats: int) -> str:
                 own(input_ids=read, labels=read)
 
     ratio = paired(ours, plain, repeats)
-    return f"scoring, tokens per second: {_words(ratio)} those of transformers {transformers.__version__} by document"
+    with FlopCounterMode(display=False) as counted:
+        ours()
+    share = paired(ours, _product, repeats)
+    of_product = [counted.get_total_flops() / PRODUCT_FLOPS * value for value in share]
+    return (
+        f"scoring, tokens per second: {_words(ratio)} those of transformers {transformers.__version__} by document\n"
+        f"scoring, share of the machine's matrix throughput: {of_product[0]:.0%} ({of_product[1]:.0%} to "
+        f"{of_product[2]:.0%}) of that of a {PRODUCT_SIDE} x {PRODUCT_SIDE} product in float32"
+    )
+
+
+PRODUCT_SIDE = 2048
+PRODUCT_FLOPS = 2 * PRODUCT_SIDE**3
+
+
+def _product() -> None:
+    square = torch.ones(PRODUCT_SIDE, PRODUCT_SIDE)
+    torch.mm(square, square)
 
 
 def fitting(output: OutputModel, ids: torch.Tensor, repeats: int) -> str:
