@@ -5,6 +5,8 @@
 
 About 6 minutes of one core a seed for the first line, 1.5 for the second.
 
+    .venv/bin/python scripts/record_spurious_runs.py report  # acceptance table and figures, from the tables
+
 Writes data/spurious/transformer_run/PART.csv. Finished runs and checkpoints are kept in --work: a killed run goes on.
 """
 
@@ -14,6 +16,10 @@ from pathlib import Path
 
 import pandas as pd
 
+from psd_utils.spurious import acceptance
+from psd_utils.spurious import transformer_plots as plots
+from psd_utils.spurious.plots_causes import acceptance as acceptance_picture
+from psd_utils.spurious.transformer_findings import cue_summary, load_runs, summary, transformer_findings
 from psd_utils.spurious.transformer_runs import (
     CONDITIONS,
     FROZEN,
@@ -22,6 +28,7 @@ from psd_utils.spurious.transformer_runs import (
     cue_condition,
     run_conditions,
 )
+from psd_utils.spurious.transformer_surgery import equal_recall
 
 
 def named(*names: str) -> dict[str, Condition]:
@@ -40,10 +47,38 @@ PARTS: dict[str, list[tuple[Mapping[str, Condition], int]]] = {
 """Part -> groups of conditions and the length of their injections."""
 
 
+def report(out: Path, figures: Path) -> None:
+    """Write the acceptance table and the figures of the recorded runs."""
+    runs, doses, frozen, surgery, cues = (
+        load_runs(*parts) for parts in (("main", "more"), ("doses",), ("frozen",), ("surgery",), ("cues",))
+    )
+    rows = acceptance.load_rows(acceptance.data_folder() / "acceptance_transformer.yaml")
+    found = transformer_findings(runs, doses)
+    table = acceptance.judge(rows, found)
+    table.to_csv(out / "acceptance.csv", index=False)
+    summary(pd.concat([runs, doses, frozen, surgery, cues])).to_csv(
+        out / "summary.csv", index=False, float_format="%.4g"
+    )
+    base = runs[(runs["condition"] == "B_prime") & runs["seed"].isin(doses["seed"])]
+    pictures = {
+        "acts": plots.acts(runs, ("B_prime", "C", "no_final_norm")),
+        "shifts": plots.shifts(runs, ("B_prime", "C", "no_final_norm")),
+        "readouts": plots.readouts(runs),
+        "splices": plots.splices(runs),
+        "clock": plots.clock(pd.concat([base, doses])),
+        "frozen": plots.freezing(pd.concat([base[base["step"] <= 400], frozen]), ("B_prime", *FROZEN)),
+        "surgery": plots.surgery(surgery, equal_recall(surgery)),
+        "cues": plots.cues(cue_summary(pd.concat([base[base["step"] <= 500], cues]))),
+        "acceptance": acceptance_picture(table, rows, found),
+    }
+    for name, picture in pictures.items():
+        picture.savefig(figures / f"spurious_transformer_{name}.png", dpi=100)
+
+
 def main() -> None:
     """Run what is missing and write the tables, after every seed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=PARTS)
+    parser.add_argument("parts", nargs="+", choices=[*PARTS, "report"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("data/spurious/transformer_run"))
     parser.add_argument("--work", type=Path, default=Path("data/results/spurious_transformer"))
@@ -51,6 +86,9 @@ def main() -> None:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     for part in given.parts:
+        if part == "report":
+            report(given.out, Path("figures"))
+            continue
         tables = []
         for seed in given.seeds:
             for conditions, n_steps in PARTS[part]:

@@ -15,6 +15,7 @@ from psd_utils.spurious.biography_batches import training_batch
 from psd_utils.spurious.biography_language import TokenLanguage
 from psd_utils.spurious.transformer import (
     GROUPS,
+    Decoder,
     TransformerSettings,
     freeze,
     group_of,
@@ -23,7 +24,7 @@ from psd_utils.spurious.transformer import (
 )
 from psd_utils.spurious.transformer_findings import cue_summary, load_runs, mean_run, summary, transformer_findings
 from psd_utils.spurious.transformer_measure import Observer, own_region_ranks, read
-from psd_utils.spurious.transformer_runs import CONDITIONS, QUICK, Study, cue_condition, run_conditions
+from psd_utils.spurious.transformer_runs import CONDITIONS, QUICK, Study, cue_condition, make_study, run_conditions
 from psd_utils.spurious.transformer_surgery import EDITS, edited, equal_recall
 from psd_utils.spurious.transformer_training import (
     Injection,
@@ -116,8 +117,6 @@ def test_logits_are_those_of_a_float64_computation(mlp, final_norm):
 )
 def test_parameters_are_as_many_as_published(mlp, final_norm, published):
     with torch.device("meta"):
-        from psd_utils.spurious.transformer import Decoder
-
         model = Decoder(TransformerSettings(1881, 512, 8, 8, mlp, final_norm))
     assert sum(weight.numel() for weight in model.parameters()) == published
 
@@ -263,6 +262,23 @@ def test_one_world_changes_only_the_batches_of_the_injection():
     assert first.iloc[2]["shift"] != second.iloc[2]["shift"]
 
 
+def test_the_full_study_is_the_published_one():
+    study = make_study("full")
+    assert (study.people.n_old, study.people.n_new, study.people.n_never, study.people.n_held_out) == (
+        2000,
+        500,
+        500,
+        5,
+    )
+    assert (study.training.batch_size, study.training.pretraining_steps) == (256, 16_000)
+    assert study.training.injection_rate == pytest.approx(3.75e-5)
+    assert study.language.n_tokens == 2141
+    with torch.device("meta"):
+        model = Decoder(study.model(CONDITIONS["B_prime"]))
+    n_more = 2 * 512 + 1  # a row of the embedding, a row and a bias of the head
+    assert sum(w.numel() for w in model.parameters()) == 10_329_945 + (2141 - 1881) * n_more
+
+
 def test_evaluations_are_dense_first():
     assert evaluation_steps(400) == (*range(0, 301, 10), 350, 400)
     assert evaluation_steps(25) == (0, 10, 20, 25)
@@ -287,6 +303,7 @@ def test_a_diverged_run_says_so():
         (lambda: list(inject(*tiny(), [3, 1])), r"steps are \[3, 1\]"),
         (lambda: list(inject(*tiny(), [1], Injection(on="D"))), "No population 'D'"),
         (lambda: run_conditions(["D"], [0], TINY), "No condition 'D'"),
+        (lambda: make_study("huge"), "No study 'huge'; expected quick, small or full"),
         (lambda: choose_device("nowhere"), "No device 'nowhere'"),
         (lambda: mean_run(pd.DataFrame({"condition": ["C"]}), "B_prime"), "No run of 'B_prime'; the table has C"),
     ],

@@ -129,17 +129,28 @@ QUICK = Study(
     people=BiographySettings(n_old=32, n_new=64, n_never=16),
     language=TokenLanguage(name_pool=64, n_values=16),
     width=64,
-    training=replace(SMALL_TRAINING, pretraining_steps=400),
+    training=replace(SMALL_TRAINING, batch_size=48, pretraining_steps=300, rate_ratio=6.0),
     n_steps=200,
 )
 """Seconds on one core: shows that everything runs, and a collapse; not a size about which anything is claimed."""
 
 
-def full_study() -> Study:
-    """The published study, for one GPU: English text, 8 layers, 512 wide, one pretrained model for all seeds."""
-    from psd_utils.spurious.biography_text import TextLanguage  # trains a tokenizer
+def make_study(name: str) -> Study:
+    """A study by name: "quick" (QUICK), "small" (configuration h, 1,200 steps) or "full" (the published one).
 
-    return Study(FULL, TextLanguage(), 512, 8, 8, FULL_TRAINING, n_steps=1200, one_world=42)
+    The full study is for one GPU: English text, 8 layers, 512 wide, and one pretrained model whose injections differ in
+    their batches alone.
+
+    Raises:
+        ValueError: another name.
+    """
+    if name == "full":
+        from psd_utils.spurious.biography_text import TextLanguage  # trains a tokenizer
+
+        return Study(FULL, TextLanguage(), 512, 8, 8, FULL_TRAINING, n_steps=1200, one_world=42)
+    if name not in ("quick", "small"):
+        raise ValueError(f"No study {name!r}; expected quick, small or full.")
+    return QUICK if name == "quick" else Study(n_steps=1200)
 
 
 def run_conditions(
