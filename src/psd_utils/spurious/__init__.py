@@ -3,9 +3,13 @@
 Part I, the associative memory: memory (facts and model), training, trajectory and measure (what is logged),
 arms (the ingredients one by one), equations, interventions, laws, acceptance and findings (claimed against
 found). shift splits any change into its common and individual parts, from plain tensors.
+
+Part II, the transformer: biographies (people, their facts and how they are told: biography_language, biography_text,
+biography_batches), transformer (the model) and transformer_ training, measure, surgery, runs, findings and plots.
 """
 
 from psd_utils.spurious.arms import ARMS, ArmResult, run_arms
+from psd_utils.spurious.biographies import Biographies, BiographySettings, make_biographies
 from psd_utils.spurious.memory import MemorySettings, World, make_world
 from psd_utils.spurious.shift import (
     Split,
@@ -21,18 +25,25 @@ from psd_utils.spurious.shift import (
 )
 from psd_utils.spurious.training import Protocol, fine_tune, match_rate, pretrain
 from psd_utils.spurious.trajectory import Trajectory
+from psd_utils.spurious.transformer_runs import CONDITIONS, Study, make_study, run_conditions
 
 __all__ = [
     "ARMS",
+    "CONDITIONS",
     "ArmResult",
+    "Biographies",
+    "BiographySettings",
     "MemorySettings",
     "Protocol",
     "Split",
+    "Study",
     "Trajectory",
     "World",
     "common_only",
     "fine_tune",
     "individual_only",
+    "make_biographies",
+    "make_study",
     "make_world",
     "match_rate",
     "pretrain",
@@ -40,6 +51,7 @@ __all__ = [
     "remove_random_part",
     "remove_top_directions",
     "run_arms",
+    "run_conditions",
     "shared_part",
     "split_change",
     "subtract_offset",
