@@ -76,6 +76,13 @@ gallery: install
 	$(BIN)/python scripts/make_gallery.py docs/gallery $(TINY)/0[1-4]_*_$(GALLERY_PAIR).ipynb $(TINY)/0[56]_*.ipynb
 	cp $(TINY)/$(GALLERY_PAIR)/report.html docs/gallery/report_$(GALLERY_PAIR).html
 
+# all pairs by one command; PAIRS: tiny, public, names, or a YAML file; DRY=-n shows the plan, docs/sweep.md the rest
+PAIRS ?= tiny
+DRY ?=
+SWEEP ?=
+sweep: install
+	$(BIN)/python scripts/sweep.py $(PAIRS) $(DRY) $(SWEEP)
+
 # hashes all captures again and names damaged files; REPAIR=--repair deletes those, to be scored anew
 REPAIR ?=
 verify: install

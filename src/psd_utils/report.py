@@ -1,5 +1,6 @@
 """Tables and sentences for readers, from a study's tables; numbers are rounded here and nowhere else."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from .paths import results_dir
 from .sources import load_tokenizer, locate
 from .study import Settings, Study, load_study
 from .study_figures import largest_biases
+
+_LOG = logging.getLogger(__name__)
 
 
 def settings_table(pair: Pair, settings: Settings) -> pd.DataFrame:
@@ -199,7 +202,7 @@ def ladders_table(ladder: pd.DataFrame) -> pd.DataFrame:
 
 
 def finished_studies(out_dir: str | None, pair: str | None = None) -> list[Study]:
-    """Return the finished studies in a results folder, or the one of `pair`.
+    """Return the finished studies in a results folder, or the one of `pair`; unfinished ones are left out, and named.
 
     Raises:
         PsdError: there are none; the message says what to run.
@@ -215,9 +218,12 @@ def finished_studies(out_dir: str | None, pair: str | None = None) -> list[Study
     for name in names:
         described = read_json(folder / name / "summary.json") if (folder / name / "summary.json").is_file() else {}
         if "fits" not in described:
-            raise PsdError(f"the study in {folder / name} is not finished: run 02_fit for it again")
+            _LOG.warning("left out: the study in %s is not finished; run 02_fit for it again", folder / name)
+            continue
         own = Pair(base=Member(**described["base"]), derived=Member(**described["derived"]), name=name)
         studies.append(load_study(own, folder))
+    if not studies:
+        raise PsdError(f"no study in {folder} is finished: run 02_fit again for {', '.join(names)}")
     return studies
 
 
