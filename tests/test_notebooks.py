@@ -67,7 +67,7 @@ def test_own_pair_by_two_paths_goes_through_all_three_notebooks(pair: psd.Pair, 
     assert pictures(scored) == 1
     fitted = run("02_fit", **given)
     assert "random damage of the same size gives back" in printed(fitted)
-    assert pictures(fitted) == 4
+    assert pictures(fitted) == 6
     results = run.folder / "results" / pair.name
     recovery = pd.read_parquet(results / "recovery.parquet")
     assert recovery["symmetric_share"].notna().sum() == 6
@@ -123,7 +123,7 @@ def test_running_all_cells_twice_in_one_kernel_works(pair: psd.Pair, run: Any) -
         for _ in range(2):
             for i, cell in enumerate(notebook.cells):
                 client.execute_cell(cell, i)
-    assert pictures(notebook) == 4
+    assert pictures(notebook) == 6
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda p: p.stem)

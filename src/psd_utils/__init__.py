@@ -1,5 +1,7 @@
 """What a language model loses when it is trained further: the prior-shift diagnostic, with its controls."""
 
+from typing import TYPE_CHECKING, Any
+
 from .correction import Correction
 from .errors import PsdError
 from .fit import Fit, fit_correction
@@ -9,6 +11,9 @@ from .pairs import Member, Pair, load_pair
 from .recovery import recovery_table
 from .study import Study, load_study, run_study
 from .version import __version__
+
+if TYPE_CHECKING:
+    from .widgets import explore
 
 __all__ = [
     "Correction",
@@ -22,6 +27,7 @@ __all__ = [
     "Study",
     "__version__",
     "corrected_nll",
+    "explore",
     "fit_correction",
     "head_statistics",
     "load_pair",
@@ -29,3 +35,12 @@ __all__ = [
     "recovery_table",
     "run_study",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return `explore`, whose widgets take half a second to import, when it is first asked for."""
+    if name == "explore":
+        from .widgets import explore
+
+        return explore
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,6 @@
 """The numbers behind the explorer's pictures: what a model and a correction give on the subsample of `eval`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -11,7 +12,7 @@ from scipy.optimize import minimize_scalar
 
 from .calibration import Reliability, reliability
 from .correction import FITTED_BIAS_KINDS, KINDS, Correction
-from .drawing import correction_label
+from .drawing import correction_label, floats
 from .errors import PsdError, nearest
 from .recovery import resample_counts
 from .smaller_set import refit
@@ -51,7 +52,7 @@ class Interval:
     reason: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fitted:
     """A member's correction of a kind on the subsample: `token_loss` [N] is its loss at the fitted values, nats."""
 
@@ -261,11 +262,14 @@ class Exploration:
 
     def study_share(self, choice: Choice) -> Interval:
         """Return the share that the study reports on all of `eval` for a choice at its fitted values."""
-        rows = self.study.recovery.set_index("correction")
-        if choice.member != "derived" or choice.kind not in rows.index or choice.top_k is not None:
+        row = self._shares_of_study.get(choice.kind)
+        if choice.member != "derived" or row is None or choice.top_k is not None:
             return Interval(np.nan, reason="the study reports no such share")
-        names = ("symmetric_share", "symmetric_low", "symmetric_high")
-        return Interval(*(float(rows[name].astype(float)[choice.kind]) for name in names))
+        return Interval(row["symmetric_share"], row["symmetric_low"], row["symmetric_high"])
+
+    @cached_property
+    def _shares_of_study(self) -> Mapping[str, Mapping[str, float]]:
+        return {str(row["correction"]): floats(row) for _, row in self.study.recovery.iterrows()}
 
     def words(self, choice: Choice) -> str:
         """Return a choice in words."""

@@ -7,7 +7,7 @@ Logits are β·z + s·b, with b a fitted bias and s its strength in [0, 1]; z is
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -67,8 +67,8 @@ class Surface:
         """Return the mean loss at each of `temperatures` [A], float64 [A], nats per token."""
         log_sums, logit, bias = self._means
         grid = log_sums @ _strength_weights(strength, self.log_sums.shape[2])
-        values = [grid @ _beta_weights(1.0 / t) - logit / t - strength * bias for t in temperatures.tolist()]
-        return torch.stack(values)
+        weights = torch.stack([_beta_weights(1.0 / t) for t in temperatures.tolist()])
+        return weights @ grid - logit / temperatures - strength * bias
 
     @cached_property
     def _means(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -147,6 +147,7 @@ def upper_envelope(heights: torch.Tensor, slopes: torch.Tensor, end: float) -> t
     return torch.stack(starts, dim=1), torch.stack(places, dim=1)
 
 
+@lru_cache(maxsize=1024)
 def _beta_weights(beta: float) -> torch.Tensor:
     return interpolation(BETAS, beta)[0]
 
