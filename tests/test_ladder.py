@@ -8,10 +8,12 @@ import torch
 from scipy.optimize import minimize
 
 from psd_utils.capture import TextStates
+from psd_utils.errors import PsdError
 from psd_utils.head import OutputModel
 from psd_utils.kernels import Readout
-from psd_utils.ladder import HEAD_PENALTIES, Rung, ladder
+from psd_utils.ladder import Rung, ladder
 from psd_utils.ladder_problem import Moments, Problem, exact_losses, minimise, penalty_path
+from psd_utils.refitted_head import HEAD_PENALTIES, refitted_head
 
 VOCABULARY, WIDTH = 30, 8
 NO_SPECIAL = torch.empty(0, dtype=torch.int64)
@@ -44,7 +46,8 @@ def text(
 
 def rungs(model: OutputModel, ranks: tuple[int, ...] = (1, 2)) -> dict[str, Rung]:
     ids = torch.arange(20)
-    return {rung.name: rung for rung in ladder(model, ids, NO_SPECIAL, VOCABULARY, ranks)}
+    found = [*ladder(model, ids, NO_SPECIAL, VOCABULARY, ranks), refitted_head(model)]
+    return {rung.name: rung for rung in found}
 
 
 def loss(rung: Rung, split: str = "eval") -> float:
@@ -181,3 +184,17 @@ def test_path_stops_when_select_grows_worse_and_the_solver_reaches_a_quadratics_
         lambda _: next(losses),
     )
     assert [candidate.penalty for candidate in path] == [1.0, 0.1, 0.01]
+
+
+def test_a_head_that_the_memory_cannot_hold_is_refused_with_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = text()
+    monkeypatch.setattr("psd_utils.refitted_head.free_memory", lambda device: 1000)
+    with pytest.raises(PsdError, match=rf"head of {model.head.numel():,} numbers anew needs about .* GiB of memory"):
+        refitted_head(model)
+
+
+def test_a_short_history_ends_at_the_same_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = text(head_change=lambda head: head + 0.4 * torch.ones_like(head), n=800)
+    usual = refitted_head(model).losses("eval").mean()
+    monkeypatch.setattr("psd_utils.refitted_head.LARGE_HEAD", 1)
+    assert float(refitted_head(model).losses("eval").mean()) == pytest.approx(float(usual), abs=2e-4)

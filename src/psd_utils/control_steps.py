@@ -11,8 +11,9 @@ import torch
 from . import controls, sensitivity
 from .correction import Correction
 from .head import OutputModel
-from .ladder import RANKS, ladder
+from .ladder import RANKS, Rung, ladder
 from .losses import loss_rows, rows_of
+from .refitted_head import refitted_head
 from .selection import choose_corrections
 from .sensitivity import PairModels
 from .study import SET_KINDS, Settings, Study, score_pair
@@ -88,6 +89,7 @@ def steps(
     part = pair if not chosen.ladder_tokens else pair.with_fit(chosen.ladder_tokens)
     for role in pair.members:
         yield f"ladder of {role}", partial(_ladder, part, role, ids, chosen.ranks)
+        yield f"head of {role} fitted anew", partial(_refitted_head, part, role)
     for setting, size in sensitivity.set_sizes(pair).items():
         yield setting, partial(sensitivity.with_top_k, pair, size, setting)
     special = pair.special[pair.special < pair.tokenizer_length]
@@ -118,16 +120,23 @@ def _damage(study: Study, pair: PairModels, settings: Settings, control: str, in
 
 
 def _ladder(pair: PairModels, role: str, ids: torch.Tensor, ranks: tuple[int, ...]) -> pd.DataFrame:
-    """Return loss rows of a model's rungs on `eval`, each with how its fit ended."""
+    """Return loss rows of a model's rungs on `eval`, and of the model itself; each rung with how its fit ended."""
     model = pair.members[role]
+    rungs = [_rung_rows(pair, role, rung) for rung in ladder(model, ids, pair.special, pair.tokenizer_length, ranks)]
     labels = {"pair": pair.name, **sensitivity.labels_of(role)}
-    states = model.splits["eval"]
-    frames = [rows_of(states, model.losses("eval", [None])[0], "eval", "none", "ladder", labels)]
-    for rung in ladder(model, ids, pair.special, pair.tokenizer_length, ranks):
-        rows = rows_of(states, rung.losses("eval"), "eval", rung.name, "ladder", labels)
-        frames.append(rows.assign(**{name: getattr(rung, name) for name in RUNG_FACTS}))
-        _LOG.info("ladder, %s, %s: %s, %d evaluations", role, rung.name, rung.status, rung.evaluations)
-    return pd.concat(frames, ignore_index=True)
+    own = rows_of(model.splits["eval"], model.losses("eval", [None])[0], "eval", "none", "ladder", labels)
+    return pd.concat([own, *rungs], ignore_index=True)
+
+
+def _refitted_head(pair: PairModels, role: str) -> pd.DataFrame:
+    return _rung_rows(pair, role, refitted_head(pair.members[role]))
+
+
+def _rung_rows(pair: PairModels, role: str, rung: Rung) -> pd.DataFrame:
+    labels = {"pair": pair.name, **sensitivity.labels_of(role)}
+    rows = rows_of(pair.members[role].splits["eval"], rung.losses("eval"), "eval", rung.name, "ladder", labels)
+    _LOG.info("ladder, %s, %s: %s, %d evaluations", role, rung.name, rung.status, rung.evaluations)
+    return rows.assign(**{name: getattr(rung, name) for name in RUNG_FACTS})
 
 
 def _second_text(

@@ -12,13 +12,21 @@ import torch
 
 from .correction import Correction
 from .head import OutputModel, real_ids
-from .ladder_problem import Candidate, End, Moments, Problem, best_of, exact_losses, minimise, penalty_path
+from .ladder_problem import (
+    Candidate,
+    End,
+    Moments,
+    Problem,
+    best_of,
+    exact_losses,
+    minimise,
+    penalty_path,
+)
 from .selection import choose_corrections
 
 RANKS = (1, 4, 16, 64)
 SCALE_PENALTIES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4)
 MAP_PENALTIES = (10.0, 1.0, 1e-1, 1e-2, 1e-3)
-HEAD_PENALTIES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4)
 """The penalties from which `select` chooses: (λ/2) times the squared distance from the model as it is."""
 
 _LOW_RANK_EVALUATIONS = 12
@@ -49,11 +57,11 @@ class Rung:
 def ladder(
     model: OutputModel, ids: torch.Tensor, special: torch.Tensor, tokenizer_length: int, ranks: Sequence[int] = RANKS
 ) -> list[Rung]:
-    """Return the rungs for one model, from the temperature to the refitted head.
+    """Return the rungs for one model, from the temperature to the full affine map; `refitted_head` is the last.
 
     Every rung is fitted on the model's `fit`, its penalty (and whether it is used at all) selected on `select`;
     nothing of `eval` is looked at. `ids` is the set of the bias. `offset` adds c to the final state; maps make it
-    h + A h + c with A of rank r and c free; the refitted head is held to the model's own by (μ/2)·‖W − W_model‖².
+    h + A h + c with A of rank r and c free.
 
     Raises:
         PsdError: as `choose_corrections`.
@@ -61,13 +69,17 @@ def ladder(
     every_id = real_ids(special, tokenizer_length)
     rungs = _correction_rungs(model, ids, ("temperature", "bias", "bias_temperature"))
     rungs += _correction_rungs(model, every_id, ("bias_all",))
-    uncorrected = float(exact_losses(model.splits["select"], model.head, model.readout).mean())
+    uncorrected = select_loss_of(model)
     problem = Problem(model)
     moments = Moments.of(problem)
     rungs.append(_scale_rung(model, problem, moments, uncorrected))
     rungs += _map_rungs(model, problem, moments, uncorrected, [r for r in ranks if r < model.head.shape[1]])
-    rungs.append(_head_rung(model, problem, moments, uncorrected))
     return rungs
+
+
+def select_loss_of(model: OutputModel) -> float:
+    """Return the model's own mean loss on `select`, nats per token."""
+    return float(exact_losses(model.splits["select"], model.head, model.readout).mean())
 
 
 def _correction_rungs(model: OutputModel, ids: torch.Tensor, kinds: Sequence[str]) -> list[Rung]:
@@ -85,7 +97,7 @@ def _correction_rungs(model: OutputModel, ids: torch.Tensor, kinds: Sequence[str
     return rungs
 
 
-def _rung(
+def finished_rung(
     model: OutputModel,
     name: str,
     parameters: int,
@@ -138,7 +150,7 @@ def _scale_rung(model: OutputModel, problem: Problem, moments: Moments, uncorrec
 
     start = torch.zeros(2, rows, dtype=torch.float64, device=problem.head.device)
     ends = penalty_path(objective, SCALE_PENALTIES, start, scale_of, lambda x: float(losses_of("select", x).mean()))
-    return _rung(model, "scale_bias_all", 2 * rows, True, best_of(ends), uncorrected, losses_of)
+    return finished_rung(model, "scale_bias_all", 2 * rows, True, best_of(ends), uncorrected, losses_of)
 
 
 def _map_rungs(
@@ -233,7 +245,7 @@ def _map_rungs(
         end = minimise(at, start.end.x, most=_LOW_RANK_EVALUATIONS)
         best = Candidate(penalty, end, float(low_rank_losses("select", end.x, strength).mean()))
         size = 2 * width * rank - rank**2 + width
-        return _rung(
+        return finished_rung(
             model, f"map_rank_{rank}", size, False, best, uncorrected, lambda s, x: low_rank_losses(s, x, strength)
         )
 
@@ -252,40 +264,9 @@ def _map_rungs(
             return (pull + penalty).sqrt()
 
         found = penalty_path(at, MAP_PENALTIES, unmoved[0], root, lambda x: float(losses("select", x).mean()))
-        return _rung(model, "offset", width, True, best_of(found), uncorrected, losses)
+        return finished_rung(model, "offset", width, True, best_of(found), uncorrected, losses)
 
     zero = torch.zeros(width, width + 1, dtype=torch.float64, device=problem.head.device)
     ends = penalty_path(objective, MAP_PENALTIES, zero, scale_of, lambda x: float(losses_of("select", x).mean()))
-    full = _rung(model, "map_full", width * (width + 1), True, best_of(ends), uncorrected, losses_of)
+    full = finished_rung(model, "map_full", width * (width + 1), True, best_of(ends), uncorrected, losses_of)
     return [offset(), *(low_rank(rank) for rank in ranks), full]
-
-
-def _head_rung(model: OutputModel, problem: Problem, moments: Moments, uncorrected: float) -> Rung:
-    """The head fitted anew, held to the model's own: the bound of what the output layer can give."""
-    second = moments.covariance + torch.outer(moments.mean, moments.mean)
-    size, axes = torch.linalg.eigh(second)
-    size = size.clamp_min(0.0)
-    rows, width = problem.head.shape
-    turn = axes.to(problem.dtype)
-    mass = moments.mass * problem.readout.scale**2
-
-    def head_of(value: torch.Tensor) -> torch.Tensor:
-        return problem.head + value.to(problem.dtype) @ turn.T
-
-    def objective(value: torch.Tensor, penalty: float) -> tuple[float, torch.Tensor]:
-        gradient = torch.zeros(rows, width, dtype=problem.dtype, device=problem.head.device)
-
-        def visit(part: slice, z: torch.Tensor, residual: torch.Tensor) -> None:
-            gradient.addmm_(residual.T, problem.hidden[part])
-
-        return problem.each(visit, head=head_of(value)), (gradient @ turn).double() / problem.n
-
-    def scale_of(penalty: float) -> torch.Tensor:
-        return (mass[:, None] * size[None, :] + penalty).sqrt()
-
-    def losses_of(split: str, value: torch.Tensor) -> torch.Tensor:
-        return exact_losses(model.splits[split], head_of(value), model.readout)
-
-    start = torch.zeros(rows, width, dtype=torch.float64, device=problem.head.device)
-    ends = penalty_path(objective, HEAD_PENALTIES, start, scale_of, lambda x: float(losses_of("select", x).mean()))
-    return _rung(model, "head", rows * width, True, best_of(ends), uncorrected, losses_of)

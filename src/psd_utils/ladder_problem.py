@@ -15,6 +15,9 @@ from .capture import TextStates
 from .head import OutputModel
 from .kernels import Readout
 
+HISTORY, SHORT_HISTORY = 10, 4
+"""How many steps L-BFGS remembers, usually and where the variables fill the memory."""
+
 _CHUNK = 512
 _MOST_EVALUATIONS = 20
 _LARGEST_GAP = 1e-4
@@ -119,7 +122,10 @@ class _Enough(Exception):
 
 
 def minimise(
-    objective: Callable[[torch.Tensor], tuple[float, torch.Tensor]], start: torch.Tensor, most: int = _MOST_EVALUATIONS
+    objective: Callable[[torch.Tensor], tuple[float, torch.Tensor]],
+    start: torch.Tensor,
+    most: int = _MOST_EVALUATIONS,
+    history: int = HISTORY,
 ) -> End:
     """Run torch's L-BFGS with a strong Wolfe line search; the variables must have curvatures near 1."""
     x = start.clone()
@@ -132,7 +138,7 @@ def minimise(
         loss, gradient = objective(x)
         assert x.grad is not None
         x.grad.copy_(gradient)
-        norm = float(gradient.double().norm())
+        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         if loss < best[0]:
             best = (loss, norm, x.clone())
         if norm**2 / 2 < _LARGEST_GAP or evaluations >= most:
@@ -140,7 +146,12 @@ def minimise(
         return loss
 
     solver = torch.optim.LBFGS(
-        [x], max_iter=most, history_size=10, tolerance_grad=0.0, tolerance_change=1e-12, line_search_fn="strong_wolfe"
+        [x],
+        max_iter=most,
+        history_size=history,
+        tolerance_grad=0.0,
+        tolerance_change=1e-12,
+        line_search_fn="strong_wolfe",
     )
     with suppress(_Enough):
         solver.step(closure)
@@ -216,6 +227,7 @@ def penalty_path(
     start: torch.Tensor,
     scale_of: Callable[[float], torch.Tensor],
     select_loss: Callable[[torch.Tensor], float],
+    history: int = HISTORY,
 ) -> list[Candidate]:
     """Solve from the largest penalty down, each from the last end, until `select` grows worse; ends in natural units.
 
@@ -231,10 +243,10 @@ def penalty_path(
         ) -> tuple[float, torch.Tensor]:
             value = x / scale
             loss, gradient = objective(value, penalty)
-            square = float(value.double().square().sum())
+            square = float(value.square().sum(dtype=torch.float64))
             return loss + penalty / 2 * square, (gradient + penalty * value) / scale
 
-        end = minimise(scaled, natural * scale)
+        end = minimise(scaled, natural * scale, history=history)
         natural = end.x / scale
         ends.append(Candidate(penalty, replace(end, x=natural), select_loss(natural)))
         if len(ends) > 1 and ends[-1].select_loss > ends[-2].select_loss:

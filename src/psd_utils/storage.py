@@ -55,7 +55,7 @@ def check_room(label: str, needs: Needs, target: Path, device: Device) -> None:
     written = sum(p.stat().st_size for p in target.glob("*.safetensors")) if target.is_dir() else 0
     missing = max(0, needs.disk - written)
     free = shutil.disk_usage(target if target.is_dir() else target.parent).free
-    memory = free_memory(device)
+    memory = free_memory(device.device)
     there = "unknown" if memory is None else f"{_size(memory)} free"
     _LOG.info(
         "%s: the capture needs %s on disk (%s free) and about %s of memory on %s (%s)",
@@ -75,10 +75,10 @@ def check_room(label: str, needs: Needs, target: Path, device: Device) -> None:
         _LOG.warning("%s: scoring may run out of memory: about %s needed, %s", label, _size(needs.memory), there)
 
 
-def free_memory(device: Device) -> int | None:
+def free_memory(device: torch.device) -> int | None:
     """Return the free memory of a device in bytes, or None where the system does not say."""
-    if device.device.type == "cuda":
-        return torch.cuda.mem_get_info(device.device)[0]
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     try:
         with open("/proc/meminfo") as file:
             values = dict(line.split(":") for line in file)
