@@ -13,6 +13,7 @@ from psd_utils.spurious.acceptance import HOLDS
 from psd_utils.spurious.biographies import BiographySettings, generator
 from psd_utils.spurious.biography_batches import training_batch
 from psd_utils.spurious.biography_language import TokenLanguage
+from psd_utils.spurious.biography_text import TextLanguage
 from psd_utils.spurious.transformer import (
     GROUPS,
     Decoder,
@@ -24,7 +25,15 @@ from psd_utils.spurious.transformer import (
 )
 from psd_utils.spurious.transformer_findings import cue_summary, mean_run, summary, transformer_findings
 from psd_utils.spurious.transformer_measure import Observer, own_region_ranks, read
-from psd_utils.spurious.transformer_runs import CONDITIONS, QUICK, Study, cue_condition, make_study, run_conditions
+from psd_utils.spurious.transformer_runs import (
+    CONDITIONS,
+    DOSES,
+    QUICK,
+    Study,
+    cue_condition,
+    make_study,
+    run_conditions,
+)
 from psd_utils.spurious.transformer_surgery import EDITS, edited, equal_recall
 from psd_utils.spurious.transformer_training import (
     Injection,
@@ -277,6 +286,32 @@ def test_the_full_study_is_the_published_one():
         model = Decoder(study.model(CONDITIONS["B_prime"]))
     n_more = 2 * 512 + 1  # a row of the embedding, a row and a bias of the head
     assert sum(w.numel() for w in model.parameters()) == 10_329_945 + (2141 - 1881) * n_more
+
+
+def test_doses_multiply_the_studys_own_rate_and_batch():
+    sizes = {}
+    for dose in DOSES:
+        injection = Study().injection(CONDITIONS[dose])
+        sizes[dose] = (injection.rate, injection.batch_size or 64)
+    assert sizes == {
+        "rate_half": (0.5, 64),
+        "batch_half": (1.0, 32),
+        "B_prime": (1.0, 64),
+        "batch_double": (1.0, 128),
+        "rate_double": (2.0, 64),
+    }
+    full = replace(TINY, training=replace(TINY.training, batch_size=256))
+    assert full.injection(CONDITIONS["batch_double"]).batch_size == 512
+
+
+def test_the_english_study_runs_by_the_same_code():
+    people = BiographySettings(n_old=8, n_new=6, n_never=4, n_held_out=5)
+    study = replace(TINY, people=people, language=TextLanguage(), width=32, n_steps=2, one_world=42)
+    runs = run_conditions(["B_prime"], [0, 1], study, surgery=True)
+    assert runs.groupby("seed")["step"].apply(list).tolist() == [[0, 1, 2]] * 2
+    assert {f"recall_A_{k}" for k in range(6)} <= set(runs)
+    assert runs["shift"].iloc[2] > 0
+    assert bool((runs["rank_A"] >= 1).all())
 
 
 def test_evaluations_are_dense_first():

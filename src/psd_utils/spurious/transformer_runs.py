@@ -42,7 +42,7 @@ class Condition:
         label: for figures.
         world: fields of BiographySettings.
         model: fields of TransformerSettings.
-        injection: fields of Injection.
+        injection: fields of Injection; "batch" multiplies the training's batch size.
     """
 
     label: str
@@ -63,8 +63,8 @@ CONDITIONS = {
     "tiny_rate": Condition("B′, rate × 0.02", injection={"rate": 0.02}),
     "rate_half": Condition("rate × ½", injection={"rate": 0.5}),
     "rate_double": Condition("rate × 2", injection={"rate": 2.0}),
-    "batch_half": Condition("batch × ½", injection={"batch_size": 32}),
-    "batch_double": Condition("batch × 2", injection={"batch_size": 128}),
+    "batch_half": Condition("batch × ½", injection={"batch": 0.5}),
+    "batch_double": Condition("batch × 2", injection={"batch": 2.0}),
     "frozen_representation": Condition("all but the head frozen", injection={"frozen": REPRESENTATION}),
     "frozen_embeddings": Condition("embeddings frozen", injection={"frozen": ("embeddings",)}),
     "frozen_attention_qk": Condition("attention q, k frozen", injection={"frozen": ("attention_qk",)}),
@@ -122,7 +122,10 @@ class Study:
 
     def injection(self, condition: Condition) -> Injection:
         """The injection of a condition."""
-        return Injection(**{"n_steps": self.n_steps, **condition.injection})
+        changes = {"n_steps": self.n_steps, **condition.injection}
+        if "batch" in changes:
+            changes["batch_size"] = round(changes.pop("batch") * self.training.batch_size)
+        return Injection(**changes)
 
 
 QUICK = Study(

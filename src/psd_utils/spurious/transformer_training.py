@@ -247,7 +247,7 @@ def _descend(
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     norm: Tensor = torch.nn.utils.clip_grad_norm_(trained, clip)
     if not bool(norm.isfinite()):
-        raise FloatingPointError(f"Training diverged at step {step} (loss {float(loss):g}). Use a lower rate.")
+        raise FloatingPointError(f"Training diverged at step {step} (loss {loss.item():g}). Use a lower rate.")
     optimiser.step()
     optimiser.zero_grad()
 
