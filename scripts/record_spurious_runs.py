@@ -38,7 +38,7 @@ def named(*names: str) -> dict[str, Condition]:
 
 PARTS: dict[str, list[tuple[Mapping[str, Condition], int]]] = {
     "main": [(named("B_prime", "C", "no_final_norm"), 1200), (named("X", "rehearsal", "tiny_rate"), 600)],
-    "more": [(named("B_prime"), 1200), (named("C", "tiny_rate"), 600)],
+    "more": [(named("B_prime"), 1200), (named("C"), 600), (named("tiny_rate"), 300)],
     "cues": [(dict(cue_condition(kind, cue) for kind in ("value", "region") for cue in (0.25, 0.5, 0.75, 1.0)), 500)],
     "surgery": [({"B_prime_surgery": CONDITIONS["B_prime"]}, 500)],
     "doses": [(named("rate_half", "batch_half"), 800), (named("rate_double"), 300), (named("batch_double"), 400)],
