@@ -1,0 +1,227 @@
+"""The callback: training unchanged bit for bit, a log that survives a kill, and a rule with measured errors."""
+
+import itertools
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from spurious_example import SMALL_EXAMPLE
+from torch.utils.data import Dataset
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+
+from psd_utils.spurious.alarm import COLLAPSE, EROSION, AlarmRule, judge_log, judge_run
+from psd_utils.spurious.callback import ForgettingCallback, read_log
+from psd_utils.spurious.decomposition import decompose
+from psd_utils.spurious.example import Example, documents, make_example, make_people
+from psd_utils.spurious.prompts import encode_facts, read_facts
+from psd_utils.spurious.recall import measure_recall
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory, single_thread: None) -> Example:
+    settings = replace(SMALL_EXAMPLE, pretraining=200, save_at=(1,), adapter_at=())
+    return make_example(tmp_path_factory.mktemp("example"), settings)
+
+
+@pytest.fixture(scope="module")
+def words(example: Example) -> Any:
+    return PreTrainedTokenizerFast.from_pretrained(example.base)
+
+
+class NewPeople(Dataset[dict[str, torch.Tensor]]):
+    """Texts about the example's new people, as a user would give them to a Trainer."""
+
+    def __init__(self, words: Any) -> None:
+        draws = torch.Generator().manual_seed(SMALL_EXAMPLE.seed)
+        people = make_people(SMALL_EXAMPLE, draws)
+        new = range(2 * SMALL_EXAMPLE.n_old, len(people.names))
+        texts = [t for _ in range(20) for t in documents(people, new, draws)]
+        self.ids = torch.tensor(words(texts)["input_ids"])
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[i], "labels": self.ids[i]}
+
+
+class Killed(Exception):
+    """Stands for a kill."""
+
+
+class KillAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise Killed
+
+
+def trainer(example: Example, words: Any, out: Path, callbacks: list[TrainerCallback], steps: int = 24) -> Trainer:
+    model = LlamaForCausalLM.from_pretrained(example.base, attention_dropout=0.2)
+    arguments = TrainingArguments(
+        output_dir=str(out),
+        max_steps=steps,
+        per_device_train_batch_size=16,
+        learning_rate=5e-4,
+        lr_scheduler_type="constant",
+        save_steps=8,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=1,
+        logging_strategy="no",
+    )
+    return Trainer(model=model, args=arguments, train_dataset=NewPeople(words), callbacks=callbacks)
+
+
+def watcher(example: Example, words: Any, path: Path, **given: Any) -> ForgettingCallback:
+    return ForgettingCallback(read_facts(example.old), words, path, **{"every": 4, **given})
+
+
+@pytest.fixture(scope="module")
+def watched(example: Example, words: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Path, Any]:
+    """A finished run with a callback, its folder, and the random state it ended with."""
+    folder = tmp_path_factory.mktemp("watched")
+    run = trainer(example, words, folder, [watcher(example, words, folder / "log.jsonl", new=read_facts(example.new))])
+    run.train()
+    return run, folder, torch.get_rng_state()
+
+
+def test_training_is_unchanged_bit_for_bit(
+    watched: tuple[Trainer, Path, Any], example: Example, words: Any, tmp_path: Path
+) -> None:
+    plain = trainer(example, words, tmp_path, [])
+    plain.train()
+    assert torch.equal(torch.get_rng_state(), watched[2])
+    for (name, alone), (_, seen) in zip(
+        plain.model.named_parameters(), watched[0].model.named_parameters(), strict=True
+    ):
+        assert torch.equal(alone, seen), name
+    assert plain.model.training == watched[0].model.training
+
+
+def test_the_log_says_what_its_checkpoints_say(
+    watched: tuple[Trainer, Path, Any], example: Example, words: Any
+) -> None:
+    log = read_log(watched[1] / "log.jsonl").set_index("step")
+    assert log.index.tolist() == list(range(0, 25, 4))
+    asked = encode_facts(read_facts(example.old), words, "old")
+    before = measure_recall(LlamaForCausalLM.from_pretrained(example.base), asked)
+    assert log.loc[0, "old_exact"] == before.exact.mean()
+    assert log.loc[0, ["common", "individual"]].tolist() == [0, 0]
+    for step in (8, 24):
+        model = LlamaForCausalLM.from_pretrained(watched[1] / f"checkpoint-{step}")
+        now = measure_recall(model, asked, batch_size=3)
+        change = (now.states - before.states).double().numpy()
+        relations = np.array([f.relation for f in asked.facts])
+        means = np.stack([change[relations == r].mean(0) for r in relations])
+        assert log.loc[step, "common"] == pytest.approx(np.sqrt((means**2).sum(1).mean()), rel=1e-4)
+        assert log.loc[step, "individual"] == pytest.approx(np.sqrt(((change - means) ** 2).sum(1).mean()), rel=1e-4)
+        assert log.loc[step, "old"] == now.first.mean()
+        whole = decompose(model, before.states, now.states, asked).set_index(["means", "relation"])
+        assert log.loc[step, "common_removed"] == whole.loc[("relation", "(all)"), "common_removed"]
+    assert log.loc[24, "new"] > log.loc[0, "new"] + 0.2
+    assert log.loc[24, "old"] < 0.8
+
+
+def test_a_killed_run_goes_on_with_its_log(
+    watched: tuple[Trainer, Path, Any], example: Example, words: Any, tmp_path: Path
+) -> None:
+    path, new = tmp_path / "log.jsonl", read_facts(example.new)
+    with pytest.raises(Killed):
+        trainer(example, words, tmp_path, [watcher(example, words, path, new=new), KillAt(14)]).train()
+    assert read_log(path)["step"].max() == 12
+    with open(path, "a") as file:
+        file.write('{"step": 13, "ol')
+    trainer(example, words, tmp_path, [watcher(example, words, path, new=new)]).train(resume_from_checkpoint=True)
+    pd.testing.assert_frame_equal(read_log(path), read_log(watched[1] / "log.jsonl"))
+
+
+def test_a_resumed_run_without_its_log_or_with_other_facts_is_refused(
+    watched: tuple[Trainer, Path, Any], example: Example, words: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="Training resumes at step 24, but"):
+        trainer(example, words, watched[1], [watcher(example, words, tmp_path / "none.jsonl")], steps=26).train(
+            resume_from_checkpoint=True
+        )
+    other = ForgettingCallback(read_facts(example.old)[:20], words, watched[1] / "log.jsonl")
+    with pytest.raises(ValueError, match="is about other facts"):
+        trainer(example, words, watched[1], [other], steps=26).train(resume_from_checkpoint=True)
+
+
+def test_an_earlier_log_is_set_aside_and_a_warning_is_given(
+    example: Example, words: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 0}\n')
+    rule = AlarmRule(least_loss=0.05)
+    with caplog.at_level(logging.WARNING, logger="psd_utils"):
+        callback = watcher(example, words, path, every=7, rule=rule)
+        trainer(example, words, tmp_path, [callback]).train()
+    assert (tmp_path / "log.jsonl.earlier").read_text() == '{"step": 0}\n'
+    log = read_log(path)
+    assert log["step"].tolist() == [0, 7, 14, 21, 24]
+    assert callback.alarm is not None
+    assert callback.alarm.name == log["alarm"].iloc[-1]
+    assert callback.alarm.sentence.startswith(f"step 24: {callback.alarm.name}. ")
+    said = [r.getMessage() for r in caplog.records if "old facts' recall is lost" in r.getMessage()]
+    given = log["alarm"].fillna("none").tolist()
+    changes = [b for a, b in itertools.pairwise(given) if b not in ("none", a)]
+    assert [m.split(": ")[1].split(". ")[0] for m in said] == changes
+    assert changes
+
+
+def test_settings_and_logs_that_mean_nothing_are_refused(example: Example, words: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="every must be at least 1"):
+        watcher(example, words, tmp_path / "log.jsonl", every=0)
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"step": 0}\n{"st\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"broken.jsonl, line 2: not valid JSON"):
+        read_log(path)
+    with pytest.raises(ValueError, match="no columns common_removed"):
+        judge_log(LOG.drop(columns="common_removed"))
+    with pytest.raises(ValueError, match="The log has no rows"):
+        judge_log(LOG.iloc[:0])
+    with pytest.raises(ValueError, match="do not rise"):
+        judge_log(LOG.iloc[::-1])
+
+
+LOG = pd.DataFrame(
+    {
+        "step": [0, 10, 20, 30],
+        "old": [0.8, 0.76, 0.4, 0.4],
+        "common": [0.0, 1.0, 4.0, 1.0],
+        "individual": [0.0, 1.0, 2.0, 4.0],
+        "common_removed": [0.8, 0.8, 0.7, 0.44],
+    }
+)
+
+
+def test_the_rule_reads_loss_hidden_part_and_ratio() -> None:
+    rule = AlarmRule(least_loss=0.1, hidden_share=0.5, least_ratio=0.0)
+    assert judge_run(LOG, rule).tolist() == [None, None, COLLAPSE, EROSION]
+    alarm = judge_log(LOG.iloc[:3], rule)
+    assert (alarm.step, alarm.loss, alarm.hidden, alarm.ratio) == (20, *(pytest.approx(x) for x in (0.5, 0.75, 2.0)))
+    assert judge_log(LOG.iloc[:3], AlarmRule(0.1, 0.8)).name == EROSION
+    assert judge_log(LOG.iloc[:3], AlarmRule(0.1, 0.5, 3.0)).name == EROSION
+    assert judge_log(LOG.iloc[:3], AlarmRule(least_loss=0.6)) is None
+    assert judge_log(LOG.assign(old=0.0), rule) is None
+
+
+def test_the_rule_sees_only_the_rows_so_far() -> None:
+    changed = LOG.assign(old=LOG["old"].where(LOG["step"] < 30, 0.0), common_removed=LOG["common_removed"] * 0.99)
+    changed.loc[:2, "common_removed"] = LOG.loc[:2, "common_removed"]
+    assert judge_run(changed).tolist()[:3] == judge_run(LOG).tolist()[:3]
+    before = json.loads(LOG.to_json())
+    judge_run(LOG)
+    assert json.loads(LOG.to_json()) == before
