@@ -59,6 +59,8 @@ def output_head(model: Any) -> Any:
 def measure_recall(model: Any, prompts: Prompts, batch_size: int = 32) -> Recall:
     """Ask a model for the answers of all facts.
 
+    Numbers are as fine as the model's own logits: use float32 where differences between checkpoints are small.
+
     Args:
         model: a causal language model of transformers, on any device.
         prompts: ids of the model's own tokenizer.
