@@ -121,7 +121,7 @@ def sweep(given: argparse.Namespace) -> int:
     folder = out_dir / "sweep"
     folder.mkdir(parents=True, exist_ok=True)
     mark = f"psd-{sha256_of_json(str(folder))[:12]}"
-    environment = os.environ | {MARK: mark, "PSD_ROOT": str(project_root()), "OMP_WAIT_POLICY": "passive"}
+    environment = os.environ | {MARK: mark, "PSD_ROOT": str(project_root()), "PSD_PYTHON": sys.executable}
     if given.dry_run:
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             json.dump(plan, file)
