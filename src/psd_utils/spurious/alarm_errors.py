@@ -10,6 +10,7 @@ show. A *false alarm* is a collapse warning where it did not; a *miss* is a warn
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 import numpy as np
 import pandas as pd
@@ -61,7 +62,7 @@ def _row(table: pd.DataFrame, condition: str) -> dict[str, object]:
     for _, run in table.groupby(["condition", "seed"]):
         steps = run.loc[run["alarm"] == COLLAPSE, "step"]
         event = run[run["step"] <= 400]
-        trough = event.loc[event["old"].idxmin(), "step"]
+        trough = int(event["step"].to_numpy()[event["old"].to_numpy().argmin()])
         warned += len(steps) > 0
         early += len(steps) > 0 and steps.min() < trough
     return {
@@ -98,9 +99,9 @@ def choose_rule(runs: pd.DataFrame, seeds: Sequence[int] = CALIBRATION_SEEDS) ->
     rows = []
     for rule in rules():
         table = error_rates(chosen, rule).set_index("condition")
-        whole = table.loc["all", ["false_alarm_rate", "miss_rate"]].to_dict()
+        rates = {name: float(table[name]["all"]) for name in ("false_alarm_rate", "miss_rate")}
         late = 1 - float(table["warned_before_trough"]["B_prime"]) / float(table["seeds"]["B_prime"])
-        rows.append({**rule.__dict__, **whole, "late": late})
+        rows.append({**asdict(rule), **rates, "late": late})
     table = pd.DataFrame(rows)
     table["errors"] = table[["false_alarm_rate", "miss_rate"]].mean(axis=1) + table["late"]
     away = (table["least_loss"] - 0.1).abs() + (table["hidden_share"] - 0.5).abs() + table["least_ratio"]
