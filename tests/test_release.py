@@ -18,7 +18,10 @@ from psd_utils import figures, recovery, release, report
 from psd_utils.errors import PsdError
 
 pytestmark = pytest.mark.usefixtures("single_thread")
-PAIR_FILES = ["losses.parquet", "recovery.parquet", "summary.json", "manifests/base.json", "manifests/derived.json"]
+PAIR_FILES = [
+    *("losses.parquet", "recovery.parquet", "loss_profile.parquet", "tokens.parquet", "summary.json"),
+    *("manifests/base.json", "manifests/derived.json"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +128,8 @@ def test_04_figures_runs_from_the_archive_alone(unpacked, monkeypatch, tmp_path)
     monkeypatch.setenv("PSD_ROOT", str(root))
     notebook = root / "notebooks" / "04_figures.ipynb"
     papermill.execute_notebook(notebook, tmp_path / "out.ipynb", {}, progress_bar=False, cwd=str(tmp_path))
-    assert len(list((root / "data" / "results" / "figures").glob("*.svg"))) >= 4
+    assert len(list((root / "data" / "results" / "figures").glob("*.svg"))) >= 9
+    assert len(list((root / "data" / "results").glob("*/report.html"))) == 1
 
 
 def test_places_on_this_machine_are_pointed_out(study, tmp_path, caplog):
