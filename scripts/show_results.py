@@ -6,6 +6,7 @@ from pathlib import Path
 import pandas as pd
 
 from psd_utils import report
+from psd_utils.decision import decide
 
 
 def main(folder: str) -> None:
@@ -17,9 +18,12 @@ def main(folder: str) -> None:
     print()
     for sentence in report.sentences(recovery):
         print(sentence)
+    for study in studies:
+        print(f"{study.pair.name}: {decide(study.recovery).verdict}.")
     here = Path.cwd()
     print("\nexecuted notebooks:", ", ".join(_relative(p, here) for p in sorted(Path(folder).glob("*.ipynb"))))
     print("figures:           ", _relative(report.figures_folder(folder), here))
+    print("reports:           ", ", ".join(_relative(study.path / "report.html", here) for study in studies))
     print("tables:            ", ", ".join(_relative(study.path, here) for study in studies))
 
 
