@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,11 @@ class Entry:
 
 def notebook_parameters(step: str) -> tuple[str, ...]:
     """Return the names of a notebook's parameters, from its cell of defaults."""
-    path = project_root() / "notebooks" / f"{NOTEBOOKS[step]}.ipynb"
+    return _parameters_of(project_root() / "notebooks" / f"{NOTEBOOKS[step]}.ipynb")
+
+
+@cache
+def _parameters_of(path: Path) -> tuple[str, ...]:
     cells = nbformat.read(path, as_version=4).cells
     (defaults,) = (c.source for c in cells if "parameters" in c.metadata.get("tags", []))
     targets = [t for s in ast.parse(defaults).body if isinstance(s, ast.Assign) for t in s.targets]
@@ -55,13 +60,14 @@ def read_entries(pairs: str, common: Mapping[str, Any] | None = None) -> dict[st
         PsdError: an unknown pair or parameter, a malformed file, or two entries of the same two models.
     """
     shared: dict[str, Any] = {}
+    registered = load_registry(registry_file())
     if pairs.strip().endswith((".yaml", ".yml")):
         chosen, shared = _read_file(Path(pairs.strip()).expanduser())
     else:
-        chosen = dict.fromkeys(_named(pairs.replace(",", " ").split()))
+        chosen = dict.fromkeys(_named(pairs.replace(",", " ").split(), list(registered)))
     shared |= common or {}
     _check_names("the parameters of all pairs", shared)
-    entries = {name: _entry(name, given, shared) for name, given in chosen.items()}
+    entries = {name: _entry(name, given, shared, registered.get(name)) for name, given in chosen.items()}
     folders: dict[str, str] = {}
     for name, entry in entries.items():
         other = folders.setdefault(entry.pair.name, name)
@@ -70,8 +76,7 @@ def read_entries(pairs: str, common: Mapping[str, Any] | None = None) -> dict[st
     return entries
 
 
-def _named(words: Sequence[str]) -> list[str]:
-    registered = list(load_registry(registry_file()))
+def _named(words: Sequence[str], registered: list[str]) -> list[str]:
     tiny = [name for name in registered if name.startswith("tiny_")]
     groups = {"tiny": tiny, "public": [name for name in registered if name not in tiny]}
     if not words:
@@ -110,7 +115,7 @@ def _check_names(where: str, given: Mapping[str, Any]) -> None:
             raise PsdError(f"{where}: {name} must be text, a number or true/false, found {value!r}")
 
 
-def _entry(name: str, given: Mapping[str, Any] | None, shared: Mapping[str, Any]) -> Entry:
+def _entry(name: str, given: Mapping[str, Any] | None, shared: Mapping[str, Any], registered: Pair | None) -> Entry:
     where = f"pair {name}"
     if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
         raise PsdError(f"{where}: a name has letters, digits, - _ and .")
@@ -122,7 +127,7 @@ def _entry(name: str, given: Mapping[str, Any] | None, shared: Mapping[str, Any]
     if text and Path(text).expanduser().exists():
         parameters["text"] = str(Path(text).expanduser().resolve())  # jobs run in another folder
     if "base" not in parameters and "derived" not in parameters:
-        return Entry(name, load_pair(name), parameters)
+        return Entry(name, registered or load_pair(name), parameters)
     pair = chosen_pair({"pair": "", **dict.fromkeys(_MEMBER_NAMES), **parameters})
     for role, member in (("base", resolved(pair.base)), ("derived", resolved(pair.derived))):
         parameters[role] = member.model
