@@ -3,7 +3,6 @@
 import itertools
 import json
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from spurious_example import SMALL_EXAMPLE
+from spurious_example import SMALL_EXAMPLE, small_example
 from torch.utils.data import Dataset
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 
 from psd_utils.spurious.alarm import COLLAPSE, EROSION, AlarmRule, judge_log, judge_run
 from psd_utils.spurious.callback import ForgettingCallback, read_log
 from psd_utils.spurious.decomposition import decompose
-from psd_utils.spurious.example import Example, documents, make_example, make_people
+from psd_utils.spurious.example import Example, documents, make_people
 from psd_utils.spurious.prompts import encode_facts, read_facts
 from psd_utils.spurious.recall import measure_recall
 
@@ -27,8 +26,7 @@ pytestmark = pytest.mark.usefixtures("single_thread")
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory, single_thread: None) -> Example:
-    settings = replace(SMALL_EXAMPLE, pretraining=200, save_at=(1,), adapter_at=())
-    return make_example(tmp_path_factory.mktemp("example"), settings)
+    return small_example(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pandas as pd
 import papermill
 import pytest
 import torch
-from spurious_example import SMALL_EXAMPLE
+from spurious_example import small_example
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from psd_utils import checkpoint_members
@@ -24,7 +24,7 @@ from psd_utils.pairs import Member
 from psd_utils.spurious import surgery, verdict
 from psd_utils.spurious.checkpoints import Checkpoint, CheckpointSettings, parse_ranks, study_checkpoints
 from psd_utils.spurious.decomposition import decompose, others_mean, relation_groups
-from psd_utils.spurious.example import Example, make_example
+from psd_utils.spurious.example import Example
 from psd_utils.spurious.prompts import Fact, Prompts, check_disjoint, encode_facts, read_facts
 from psd_utils.spurious.recall import measure_recall
 from psd_utils.spurious.shift import split_change
@@ -35,7 +35,7 @@ NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "06_checkpoints.ipynb"
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory, single_thread: None) -> Example:
-    return make_example(tmp_path_factory.mktemp("example"), SMALL_EXAMPLE)
+    return small_example(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +301,7 @@ class Counting:
 
         return Checkpoint(label, step, f"{label} of the example", load)
 
-    def study(self, out: Path, steps: tuple[int, ...] = (10, 20, 40, 100), **settings: Any) -> Any:
+    def study(self, out: Path, steps: tuple[int, ...] = (10, 20, 40, 80), **settings: Any) -> Any:
         base = self.source(self.example.base, "base", 0)
         runs = [self.source(self.example.checkpoints / f"checkpoint-{s}", f"at-{s}", s) for s in steps]
         old, new = read_facts(self.example.old), read_facts(self.example.new)
@@ -328,7 +328,7 @@ def test_the_example_collapses_and_is_judged_so(studied: tuple[Any, Path], examp
     edits = {"trained", "remove_1", "random_1", "remove_4", "random_4"}
     assert set(report.facts.loc[report.facts["checkpoint"] == "at-20", "edit"]) == edits
     summary = json.loads((report.path / "summary.json").read_text())
-    assert summary["sentence"].startswith("at-100: ")
+    assert summary["sentence"].startswith("at-80: ")
     assert summary["verdicts"]["at-20"]["evidence"]["known"] == curve.loc["base", "first"]
 
 
@@ -342,13 +342,29 @@ def test_a_finished_checkpoint_is_not_measured_again(
     pd.testing.assert_frame_equal(again.study(folder).facts, first.facts)
     assert again.loads == []
     # as if killed before the last was finished
-    (next((folder / "measured").glob("at-100-*")) / "done.json").unlink()
+    (next((folder / "measured").glob("at-80-*")) / "done.json").unlink()
     resumed = Counting(example)
     pd.testing.assert_frame_equal(resumed.study(folder).facts, first.facts)
-    assert resumed.loads == ["base", "at-100"]
+    assert resumed.loads == ["base", "at-80"]
     other = Counting(example)
     other.study(folder, steps=(10,), ranks=(2,))
     assert other.loads == ["base", "at-10"]
+
+
+def test_facts_without_relations_and_a_run_without_surgery(example: Example, tmp_path: Path) -> None:
+    counting = Counting(example)
+    base = counting.source(example.base, "base", 0)
+    run = [counting.source(example.checkpoints / f"checkpoint-{s}", f"at-{s}", s) for s in (20,)]
+    old, new = ([Fact(f.prompt, f.answer) for f in read_facts(p)] for p in (example.old, example.new))
+    report = study_checkpoints(base, run, old, new, tmp_path, CheckpointSettings(ranks=()))
+    assert set(report.facts["edit"]) == {"trained"}
+    assert len(report.equal) == 0
+    assert report.shift["step"].dtype == np.int64
+    part = report.shift[(report.shift["set"] == "old") & (report.shift["checkpoint"] == "at-20")]
+    by_means = part.set_index("means")[["common", "individual", "common_removed"]]
+    assert by_means.loc["one"].tolist() == by_means.loc["relation"].tolist()
+    assert report.verdicts["at-20"].evidence["edit"] is None
+    assert json.loads((tmp_path / "summary.json").read_text())["verdicts"]["at-20"]["evidence"]["edit_gain"] is None
 
 
 # ---- lists of checkpoints, adapters, loading
@@ -357,11 +373,11 @@ def test_a_finished_checkpoint_is_not_measured_again(
 def test_a_run_is_listed_in_order_with_its_steps(example: Example, tmp_path: Path, monkeypatch: Any) -> None:
     base = Member(str(example.base))
     every = checkpoint_members.run_members(str(example.checkpoints), base)
-    assert [(one.label, one.step) for one in every] == [(f"checkpoint-{s}", s) for s in (10, 20, 40, 100)]
+    assert [(one.label, one.step) for one in every] == [(f"checkpoint-{s}", s) for s in (10, 20, 40, 80)]
     some = checkpoint_members.run_members(f"{example.checkpoints}/checkpoint-?0, {example.adapters}/*", base)
-    assert [one.step for one in some] == [1, 2, 3, 4]
-    assert some[3].member == Member(str(example.base), adapter=str(example.adapters / "checkpoint-20"))
-    assert some[3].label == "adapters/checkpoint-20"
+    assert [one.step for one in some] == [1, 2, 3, 4, 5]
+    assert some[4].member == Member(str(example.base), adapter=str(example.adapters / "checkpoint-20"))
+    assert some[4].label == "adapters/checkpoint-20"
     hub = checkpoint_members.run_members("org/name@step100,\norg/name@step200, adapter:org/lora-300", base)
     assert [(one.step, one.member.model, one.member.revision) for one in hub[:2]] == [
         (100, "org/name", "step100"),
@@ -414,6 +430,20 @@ def test_a_bad_file_of_facts_is_refused_by_line(lines: list[str], message: str, 
     path.write_text("\n".join(lines))
     with pytest.raises(ValueError, match=message):
         read_facts(path)
+
+
+def test_prompts_keep_what_the_tokenizer_puts_before_a_text(words: Any, tokenizer: Any, example: Example) -> None:
+    facts = read_facts(example.old)[:3]
+    asked = encode_facts(facts, words, "old")
+    for fact, prompt, answer in zip(facts, asked.prompt_ids, asked.answer_ids, strict=True):
+        assert list(prompt) == words(fact.prompt)["input_ids"]
+        assert prompt[0] == words.bos_token_id
+        assert words.decode(answer) == fact.answer
+    a, b = [t[1:] for t in tokenizer.get_vocab() if t.startswith("Ġ") and len(t) > 2][:2]
+    named = encode_facts([Fact("the", a, candidates=(b, a))], tokenizer, "old")
+    assert named.rivals == ((tokenizer(" " + b).input_ids[0],),)
+    same = encode_facts([Fact(f.prompt, f.answer, "r", (f.answer,)) for f in facts], words, "old")
+    assert same.rivals == ((), (), ())
 
 
 def test_facts_that_cannot_be_asked_for_are_refused(words: Any, tokenizer: Any, caplog: Any) -> None:
@@ -510,6 +540,8 @@ def test_lists_that_name_nothing_are_refused(example: Example, tmp_path: Path) -
     ):
         with pytest.raises(PsdError, match=message):
             checkpoint_members.run_members(text, base)
+    with pytest.raises(PsdError, match="needs all weights on one device"):
+        checkpoint_members.loader(checkpoint_members.locate(base), choose_device("spread", "float32"))
     with pytest.raises(PsdError, match="not given: new"):
         checkpoint_members.require({"checkpoints": "a", "old": "b", "new": None}, "checkpoints", "old", "new")
     with pytest.raises(ValueError, match="ranks must be whole numbers"):
@@ -526,14 +558,14 @@ def test_lists_that_name_nothing_are_refused(example: Example, tmp_path: Path) -
 def test_the_notebook_runs_on_a_run_with_an_adapter(example: Example, tmp_path: Path) -> None:
     given = {
         "base": str(example.base),
-        "checkpoints": f"{example.checkpoints}/checkpoint-10, {example.checkpoints}/checkpoint-40, {example.adapters}",
+        "checkpoints": f"{example.checkpoints}/checkpoint-40, {example.adapters}",
         "old": str(example.old),
         "new": str(example.new),
         "text": str(example.text),
         "ranks": "1",
         "top_k": 20,
         "n_resamples": 200,
-        "n_damage_seeds": 1,
+        "n_damage_seeds": 0,
         "out_dir": str(tmp_path / "out"),
     }
     done = papermill.execute_notebook(NOTEBOOK, tmp_path / "out.ipynb", given, progress_bar=False, cwd=str(tmp_path))
@@ -547,3 +579,20 @@ def test_the_notebook_runs_on_a_run_with_an_adapter(example: Example, tmp_path: 
     assert {f"{t}.parquet" for t in ("facts", "recall", "shift", "updates", "equal_recall")} <= names
     assert {"recall.png", "parts.png", "surgery.png"} <= names
     nbformat.validate(done)
+
+
+@pytest.mark.slow
+def test_the_default_notebook_makes_its_example_and_sees_the_collapse(root: Path, tmp_path: Path) -> None:
+    done = papermill.execute_notebook(NOTEBOOK, tmp_path / "out.ipynb", {}, progress_bar=False, cwd=str(tmp_path))
+    out = root / "data" / "results" / "checkpoints-base"
+    recall = pd.read_parquet(out / "recall.parquet").query("edit == 'trained' and set == 'old' and relation == '(all)'")
+    first = recall.set_index("step")["first"]
+    assert first[0] > 0.97
+    assert first[80] < 0.65
+    equal = pd.read_parquet(out / "equal_recall.parquet").set_index(["step", "edit"])["gain"]
+    assert equal[100, "remove_4"] > 0.2
+    assert abs(equal[100, "random_4"]) < 0.1
+    verdicts = json.loads((out / "summary.json").read_text())["verdicts"]
+    assert verdicts["checkpoint-100"]["verdict"] == verdict.HIDDEN
+    outputs = [o for cell in done.cells if cell.cell_type == "code" for o in cell.outputs]
+    assert sum("image/png" in o.get("data", {}) for o in outputs) == 6

@@ -128,9 +128,13 @@ def identity_of(source: Source, device: Device) -> str:
 def loader(source: Source, device: Device) -> Callable[[], tuple[Any, Any]]:
     """Return a function that loads the member on the device: (transformers' model, its tokenizer or None).
 
-    Raises (when called):
-        PsdError: as `load_causal_model`.
+    Raises:
+        PsdError: device "spread"; and when called, as `load_causal_model`.
     """
+    if device.spread:
+        raise PsdError(
+            'device "spread": update surgery needs all weights on one device; give another, such as cuda or cpu'
+        )
 
     def load() -> tuple[Any, Any]:
         return load_causal_model(source, device)[0], load_tokenizer(source)

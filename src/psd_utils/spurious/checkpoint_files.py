@@ -32,15 +32,17 @@ def is_done(place: Path) -> bool:
 
 
 def read_part(place: Path, names: tuple[str, ...], label: str, step: int) -> dict[str, pd.DataFrame]:
-    """The tables of one model, with its label and step as first columns; an empty one where it has none."""
+    """The tables of one model that it has, with its label and step as first columns.
+
+    Label and step are not part of what was measured: another list of checkpoints may count otherwise.
+    """
     tables = {}
     for name in names:
         path = place / f"{name}.parquet"
-        table = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
-        # step and label are not part of what was measured: another list of checkpoints may count otherwise
-        table.insert(0, "checkpoint", label)
-        table.insert(1, "step", step)
-        tables[name] = table
+        if path.is_file():
+            tables[name] = pd.read_parquet(path)
+            tables[name].insert(0, "checkpoint", label)
+            tables[name].insert(1, "step", step)
     return tables
 
 

@@ -112,7 +112,7 @@ def study_checkpoints(
             if not is_done(place):
                 _measure(checkpoint, start, place)
             parts.append(read_part(place, TABLES, checkpoint.label, checkpoint.step))
-    tables = {name: pd.concat([part[name] for part in parts], ignore_index=True) for name in TABLES}
+    tables = {n: pd.concat([part[n] for part in parts if n in part], ignore_index=True) for n in TABLES}
     about = {
         "checkpoints": [{"label": c.label, "step": c.step, "identity": c.identity} for c in (base, *checkpoints)],
         "settings": asdict(settings) | {"least_per_relation": LEAST_PER_RELATION},
