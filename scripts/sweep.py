@@ -7,6 +7,7 @@ which pairs failed.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -151,7 +152,7 @@ def run(
     try:
         status = subprocess.run(snakemake(folder / "plan.json", folder, given), env=environment, check=False).returncode
     finally:
-        end_leftovers(mark, None)
+        end_leftovers(mark, given.profile)
         report = write_report(plan)
     unfinished = [state for state in pair_states(plan) if state.state != "finished"]
     for state in unfinished:
@@ -161,6 +162,7 @@ def run(
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that its jobs are ended as well
     try:
         sys.exit(sweep(parse()))
     except PsdError as error:

@@ -4,15 +4,20 @@ The fast tests run Snakemake, papermill and real kernels on short notebooks that
 ones run the real notebooks, kill the sweep at any moment, and go through Slurm.
 """
 
+import contextlib
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import nbformat
 import pandas as pd
+import psutil
 import pytest
 import yaml
 from conftest import REPOSITORY
@@ -350,3 +355,163 @@ def test_kubernetes_job_asks_for_what_the_model_needs(tmp_path, monkeypatch):
     assert container["workingDir"] == str(tmp_path)
     assert job["spec"]["activeDeadlineSeconds"] == 5400
     assert job["metadata"]["labels"] == {"psd-sweep": "psd-123"}
+
+
+# ---- the real notebooks
+
+
+def results_of(out):
+    """Every table and correction of a sweep, by its path."""
+    tables = [p for p in out.glob("tiny_*/**/*") if p.suffix in (".parquet", ".safetensors") and p.is_file()]
+    return {str(p.relative_to(out)): p.read_bytes() for p in tables}
+
+
+def kill_after(seconds, pairs, out, *more, signal_number=signal.SIGKILL):
+    """Start a sweep and kill its first process after a while; its other processes are left to themselves."""
+    with open(out.with_suffix(".log"), "a") as log:
+        started = subprocess.Popen(sweep_command(pairs, out, *more), stdout=log, stderr=log, start_new_session=True)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            started.wait(seconds)
+        started.send_signal(signal_number)
+        return started.wait()
+
+
+@pytest.mark.slow
+def test_a_sweep_killed_again_and_again_ends_with_the_tables_of_one_that_never_was(tmp_path, monkeypatch):
+    pairs = write_pairs(tmp_path / "p.yaml", ["tiny_math", "tiny_code", "tiny_instruct"], **TINY)
+    assert run_sweep(pairs, tmp_path / "calm", "--no-controls")[0] == 0
+    monkeypatch.setenv("PSD_ROOT", str(make_root(tmp_path / "other")))
+    out = tmp_path / "killed"
+    for seconds in (15, 40, 70, 100):  # while it starts, scores, fits
+        kill_after(seconds, pairs, out, "--no-controls")
+    status, printed = run_sweep(pairs, out, "--no-controls")
+    assert status == 0, printed
+    expected = results_of(tmp_path / "calm")
+    assert len(expected) > 3 * 10
+    assert results_of(out) == expected
+    # and nothing is left to do, nor anything still at work
+    status, printed = run_sweep(pairs, out, "--no-controls")
+    assert "Nothing to be done" in printed
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(out) in " ".join(p.info["cmdline"] or [])]
+
+
+@pytest.mark.slow
+def test_a_bad_revision_fails_alone_and_the_shared_base_is_scored_all_the_same(tmp_path):
+    base, derived = (str(REPOSITORY / "data" / "demo" / name) for name in ("base", "math"))
+    pairs = {
+        "wrong": {"base": base, "derived": derived, "derived_revision": "abc", "text": "demo_prose"},
+        "tiny_code": {"text": "demo_prose", "dtype": "float32"},
+    }
+    out = tmp_path / "out"
+    status, printed = run_sweep(write_pairs(tmp_path / "p.yaml", pairs, **TINY), out, "--no-controls")
+    assert status != 0
+    assert "wrong: failed at score-math" in printed
+    assert "is a local folder and has no revisions" in printed
+    assert "tiny_code | finished" in (out / "report.md").read_text()
+
+
+@pytest.mark.slow
+def test_processes_share_the_scoring_and_the_controls_follow(tmp_path):
+    few = {"n_control_seeds": 1, "ladder_tokens": 512, "n_refits": 2}
+    pairs = write_pairs(tmp_path / "p.yaml", ["tiny_math"], **TINY, **few)
+    status, printed = run_sweep(pairs, tmp_path / "out", "--processes", "2")
+    assert status == 0, printed
+    assert (tmp_path / "out" / "tiny_math" / "controls.parquet").is_file()
+    (log,) = (tmp_path / "out" / "sweep" / "logs").glob("score-math-*.log")
+    assert "by 2 processes" in log.read_text()
+
+
+# ---- Slurm
+
+
+def free_ports(n):
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(n)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+@pytest.fixture
+def slurm(tmp_path_factory, monkeypatch):
+    """Debian's Slurm on one node of our own, on loopback; yields its folder."""
+    lacking = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name) is None]
+    if lacking or os.geteuid() != 0:
+        pytest.skip(f"needs root and Debian's slurmctld, slurmd, slurm-client and munge; lacking: {lacking}")
+    folder = tmp_path_factory.mktemp("slurm", numbered=True)
+    folder.chmod(0o755)
+    for parent in list(folder.parents)[:3]:
+        if parent.name.startswith("pytest"):
+            parent.chmod(0o755)
+    for name in ("state", "spool", "munge"):
+        (folder / name).mkdir(mode=0o755)
+    key, munge = folder / "munge" / "key", folder / "munge" / "socket"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o600)
+    host = socket.gethostname()
+    ports = free_ports(2)
+    (folder / "slurm.conf").write_text(
+        f"""ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={munge}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+ReturnToService=2
+MailProg=/bin/true
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 CPUs=2 RealMemory=16000
+PartitionName=all Nodes=n1 Default=YES State=UP
+"""
+    )
+    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+    files = {"key-file": key, "socket": munge}
+    files |= {f"{name}-file": folder / "munge" / name for name in ("pid", "log", "seed")}
+    own = [f"--{name}={path}" for name, path in files.items()]
+    try:
+        subprocess.run(["munged", *own], check=True)
+        subprocess.run(["slurmctld", "-f", str(folder / "slurm.conf")], check=True)
+        subprocess.run(["slurmd", "-f", str(folder / "slurm.conf"), "-N", "n1"], check=True)
+        wait_for(lambda: "idle" in output_of("sinfo", "-h", "-N", "-o", "%T"))
+        yield folder
+    finally:
+        subprocess.run(["scancel", "--user=root"], check=False)
+        for path in (folder / "slurmd.pid", folder / "slurmctld.pid", folder / "munge" / "pid"):
+            if path.is_file():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(path.read_text()), signal.SIGTERM)
+
+
+def output_of(*command):
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.3)
+
+
+@pytest.mark.slow
+def test_three_pairs_go_through_slurm_and_a_killed_sweep_leaves_no_jobs_behind(slurm, tmp_path):
+    pairs = write_pairs(tmp_path / "p.yaml", ["tiny_math", "tiny_code", "tiny_instruct"], **TINY)
+    out = tmp_path / "out"
+    kill_after(45, pairs, out, "--no-controls", "--profile", "slurm")
+    status, printed = run_sweep(pairs, out, "--no-controls", "--profile", "slurm")
+    assert status == 0, printed
+    assert "3 of 3 pairs finished" in printed
+    assert "with external jobid" in printed
+    assert output_of("squeue", "-h") == ""
+    assert len(results_of(out)) > 3 * 10
+    assert list((out / "sweep").glob("slurm-*.out"))

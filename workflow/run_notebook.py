@@ -119,7 +119,7 @@ def main(plan_file: str, job: str) -> int:
         elif made["step"] == "fit":
             # what an earlier run with other parameters left must not be drawn as this pair's
             (Path(plan["out_dir"]) / made["folder"] / "recovery.parquet").unlink(missing_ok=True)
-        write_report(plan)
+        write_report(plan, at_work=True)
     if reason:
         sys.stderr.write(f"{job}: {reason}\n")
     return 1 if reason else 0

@@ -29,7 +29,7 @@ EXACT_EVALUATIONS = 60
 # evaluations of all other fits of a model from its statistics
 STORED_EVALUATIONS = 120
 CONTROL_MODELS = 12
-_ATTENDED = 1024
+ATTENDED = 1024
 """Mean positions that a token attends to: causal attention over documents that fill 2,048 positions, an upper bound."""
 _SAFETY = 3
 
@@ -57,7 +57,7 @@ class Shape:
         """All weights."""
         return self.body_parameters + self.rows * self.width * (1 if self.tied else 2)
 
-    def forward_operations(self, tokens: int, attended: int = _ATTENDED) -> int:
+    def forward_operations(self, tokens: int, attended: float = ATTENDED) -> float:
         """Return the operations of one forward pass up to the final states."""
         return tokens * (2 * self.body_parameters + 4 * self.layers * self.width * attended)
 
@@ -163,8 +163,10 @@ class Size:
         )
 
 
-def step_cost(step: str, shape: Shape, size: Size) -> Cost:
+def step_cost(step: str, shape: Shape, size: Size, attended: float = ATTENDED) -> Cost:
     """Return the cost of a step: "score" of one model; "fit", "controls" and "figures" of a pair.
+
+    `attended`: mean positions that a token attends to.
 
     Raises:
         PsdError: another step.
@@ -180,7 +182,7 @@ def step_cost(step: str, shape: Shape, size: Size) -> Cost:
         # a batch's activations, several copies of the widest layer
         batch = 32_768 * (4 * shape.mlp_width + 8 * shape.width) * 2
         return Cost(
-            operations=shape.forward_operations(size.n_tokens) + shape.head_operations(size.n_tokens),
+            operations=shape.forward_operations(size.n_tokens, attended) + shape.head_operations(size.n_tokens),
             disk=states + head + size.n_tokens * 9,
             device_memory=weights + batch + WORKSPACE,
             host_memory=2e9 + weights + 2 * 16_384 * shape.width * size.itemsize,

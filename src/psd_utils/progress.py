@@ -23,10 +23,12 @@ TABLES = {
     "controls": ("controls.parquet", "controls_losses.parquet"),
 }
 
+_KILLED = "It did not come to its end: killed, or out of time or memory."
+
 
 @dataclass(frozen=True)
 class PairState:
-    """Where a pair stands: finished, failed, interrupted or waiting; if not finished, at which job and why."""
+    """Where a pair stands: finished, failed, running, interrupted or waiting; if not finished, at which job and why."""
 
     name: str
     folder: str
@@ -74,8 +76,11 @@ def forget_stale(plan: Mapping[str, Any]) -> list[str]:
     return stale
 
 
-def pair_states(plan: Mapping[str, Any]) -> list[PairState]:
-    """Return where every pair stands, from stamps and status files."""
+def pair_states(plan: Mapping[str, Any], at_work: bool = False) -> list[PairState]:
+    """Return where every pair stands, from stamps and status files.
+
+    `at_work`: the sweep is still running, so a job without an end is running and not interrupted.
+    """
     states = []
     for name, pair in plan["pairs"].items():
         lacking = [job for job in pair["jobs"] if not is_done(plan, job)]
@@ -85,8 +90,9 @@ def pair_states(plan: Mapping[str, Any]) -> list[PairState]:
         found = {job: _status(status_path(plan, job)) for job in lacking}
         first = next((job for job in lacking if found[job].get("state") in ("failed", "running")), lacking[0])
         said = found[first].get("state")
-        state = {"failed": "failed", "running": "interrupted"}.get(str(said), "waiting")
-        states.append(PairState(name, pair["folder"], state, first, str(found[first].get("reason", ""))))
+        state = {"failed": "failed", "running": "running" if at_work else "interrupted"}.get(str(said), "waiting")
+        reason = _KILLED if state == "interrupted" else str(found[first].get("reason", ""))
+        states.append(PairState(name, pair["folder"], state, first, reason))
     return states
 
 
@@ -97,10 +103,10 @@ def _status(path: Path) -> dict[str, Any]:
         return {}
 
 
-def write_report(plan: Mapping[str, Any]) -> Path:
+def write_report(plan: Mapping[str, Any], at_work: bool = False) -> Path:
     """Write report.md, the summary over all pairs of a sweep; return its path."""
     out_dir = Path(plan["out_dir"])
-    states = pair_states(plan)
+    states = pair_states(plan, at_work)
     finished = [s for s in states if s.state == "finished"]
     lines = ["# Sweep", "", f"{len(finished)} of {len(states)} pairs finished.", ""]
     lines += ["| pair | state | gap | symmetric share | damage share | excess share |", "|---|---|---|---|---|---|"]
