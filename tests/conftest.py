@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from psd_utils.pairs import Pair
+from psd_utils.study import Study, run_study
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
@@ -284,3 +285,10 @@ def pair(
 
     make_model(folder / "derived", rows=rows, change=forget)
     return Pair(str(folder / "base"), str(folder / "derived"), text=str(text_file), top_k=64, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def small_study(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Study:
+    """The finished study of `pair`, with one damaged model."""
+    with one_thread():
+        return run_study(pair, n_damage_seeds=1, n_resamples=300, out_dir=tmp_path_factory.mktemp("small_study"))

@@ -96,4 +96,4 @@ def bias_html(biases: pd.DataFrame, search: str, sort: str, strength: float, n: 
     head = "".join(f"<th>{title}</th>" for title in titles)
     words = f"{len(ordered)} of {len(found):,} found, of {len(biases):,} ids"
     style = "text-align:right;border-spacing:10px 1px"
-    return f'<table class="psd-biases" style="{style}"><tr>{head}</tr>{rows}</table>{words}'
+    return f'<table style="{style}"><tr>{head}</tr>{rows}</table>{words}'

@@ -4,12 +4,14 @@ import bqplot as bq
 import ipywidgets as widgets
 import numpy as np
 from matplotlib.colors import to_hex
+from matplotlib.ticker import MaxNLocator
 
 from .drawing import COLOURS
 from .exploration import Interval, Reading
 
 _COLOURS = {member: to_hex(colour) for member, colour in COLOURS.items()}
 _GREY = "#595959"
+_FIFTHS = {"tick_values": [0, 0.2, 0.4, 0.6, 0.8, 1], "tick_format": ".1f"}
 
 
 class LivePlots:
@@ -23,11 +25,14 @@ class LivePlots:
         )
         self._best = bq.Scatter(scales={"x": t, "y": loss}, colors=[_GREY], marker="cross", default_size=90)
         self._now = bq.Scatter(scales={"x": t, "y": loss}, default_size=110)
+        self._losses = bq.Axis(
+            scale=loss, orientation="vertical", label="nats per token", label_offset="45px", tick_format=".1f"
+        )
         self.loss = self._figure(
-            "Loss over T (× lowest, ● shown, -- base)",
+            "Loss: ✕ lowest, ● shown, -- base",
             [self._base, self._curve, self._best, self._now],
             bq.Axis(scale=t, label="temperature T", tick_values=[0.5, 0.7, 1.0, 1.4, 2.0], tick_format=".1f"),
-            bq.Axis(scale=loss, orientation="vertical", label="nats per token", label_offset="45px", tick_format=".2f"),
+            self._losses,
             "psd-loss-plot",
         )
         x, y = bq.LinearScale(min=0, max=1), bq.LinearScale(min=0, max=1)
@@ -36,18 +41,19 @@ class LivePlots:
         self.calibration = self._figure(
             "Calibration (size: tokens)",
             [diagonal, self._bins],
-            bq.Axis(scale=x, label="probability of the likeliest token", num_ticks=5),
-            bq.Axis(scale=y, orientation="vertical", label="how often it is next", num_ticks=5, label_offset="35px"),
+            bq.Axis(scale=x, label="probability of the likeliest token", **_FIFTHS),
+            bq.Axis(scale=y, orientation="vertical", label="how often it is next", **_FIFTHS, label_offset="35px"),
             "psd-calibration-plot",
         )
         x, y = bq.LinearScale(), bq.LinearScale(min=-0.6, max=1.6)
         self._bars = bq.Lines(scales={"x": x, "y": y}, stroke_width=2, colors=[_GREY])
         self._values = bq.Scatter(scales={"x": x, "y": y}, default_size=90)
         zero = bq.Lines(x=[0, 0], y=[-0.6, 1.6], scales={"x": x, "y": y}, colors=[_GREY], stroke_width=1)
+        self._shares = bq.Axis(scale=x, label="share of the gap", tick_format=".2f")
         self.share = self._figure(
             "Symmetric share, 95 % interval",
             [zero, self._bars, self._values],
-            bq.Axis(scale=x, label="share of the gap", num_ticks=5),
+            self._shares,
             bq.Axis(
                 scale=y,
                 orientation="vertical",
@@ -65,6 +71,7 @@ class LivePlots:
         with self._curve.hold_sync():
             self._curve.x, self._curve.y = reading.curve
             self._curve.colors = [colour]
+        self._losses.tick_values = _ticks(reading.base_uncorrected, *reading.curve[1])
         self._base.y = np.full(2, reading.base_uncorrected)
         _place(self._best, [reading.best_temperature], [reading.best_loss], [_GREY])
         _place(self._now, [reading.temperature], [reading.loss], [colour])
@@ -76,6 +83,7 @@ class LivePlots:
         pairs = [(0, study_share, _GREY), (1, reading.share, colour)]
         shown = [(y, share, c) for y, share, c in pairs if np.isfinite(share.value)]
         _place(self._values, [share.value for _, share, _ in shown], [y for y, _, _ in shown], [c for *_, c in shown])
+        self._shares.tick_values = _ticks(0.0, *(end for _, share, _ in shown for end in (share.low, share.high)))
         with self._bars.hold_sync():
             self._bars.x = np.array([[share.low, share.high] for _, share, _ in shown])
             self._bars.y = np.array([[y, y] for y, _, _ in shown], dtype=float)
@@ -92,6 +100,11 @@ class LivePlots:
         )
         figure.add_class(name)
         return figure
+
+
+def _ticks(*values: float) -> list[float]:
+    """Return a few round numbers over the range of `values`."""
+    return list(MaxNLocator(4).tick_values(min(values), max(values)))
 
 
 def _place(points: bq.Scatter, x: list[float], y: list[float], colours: list[str]) -> None:

@@ -20,6 +20,7 @@ from .explorer_figures import reading_figure
 from .live_plots import LivePlots
 from .study import Study
 
+_OWN_SET = 0  # a menu shows nothing for None
 _MEMBERS = {"base": "base", "derived": "derived", "damaged-0": "randomly damaged base"}
 
 
@@ -49,8 +50,8 @@ class Explorer:
         self.plots = LivePlots()
         self.text = widgets.HTML(layout=widgets.Layout(max_height="320px", overflow="auto", width="98%"))
         self.biases = widgets.HTML(layout=widgets.Layout(max_height="320px", overflow="auto"))
-        for name, widget in (("status", self.status), ("readouts", self.readouts), ("document", self.text)):
-            widget.add_class(f"psd-{name}")
+        for name in ("status", "readouts", "text", "biases"):
+            getattr(self, name).add_class(f"psd-{name}")
         self.view = self._layout()
         self._kinds_of_member()
         self._take_fitted()
@@ -71,12 +72,12 @@ class Explorer:
         low, high = TEMPERATURES
         self.member = widgets.Dropdown(options=members, value="derived", description="model", **common)
         self.kind = widgets.Dropdown(description="correction", **common)
-        sizes: list[tuple[str, int | None]] = [(f"{own} (the study's)", None)]
+        sizes = [(f"{own} (the study's)", _OWN_SET)]
         sizes += [(f"{k} (fitted anew)", k) for k in reversed(found.set_sizes())]
         self.top_k = widgets.Dropdown(options=sizes, description="ids K", **common)
         self.temperature = widgets.FloatSlider(1.0, min=low, max=high, step=0.01, description="temperature T", **common)
         self.strength = widgets.FloatSlider(1.0, min=0.0, max=1.0, step=0.01, description="bias strength", **common)
-        self.reset = widgets.Button(description="back to the fitted values")
+        self.reset = widgets.Button(description="back to the fitted values", layout=widgets.Layout(width="auto"))
         offsets = found.subsample.offsets.diff().tolist()
         documents = [
             (f"{key} ({n:,} tokens)", i) for i, (key, n) in enumerate(zip(found.subsample.keys, offsets, strict=True))
@@ -105,18 +106,19 @@ class Explorer:
         top = widgets.HBox([menus, self.readouts], layout=widgets.Layout(flex_flow="row wrap"))
         document = widgets.VBox([widgets.HTML("<b>A document of eval</b>"), self.document, self.colouring, self.text])
         biases = widgets.VBox([widgets.HTML("<b>The fitted biases</b>"), self.search, self.sort, self.biases])
-        return widgets.VBox([top, self.status, self.plots.view, document, biases])
+        whole = widgets.VBox([top, self.status, self.plots.view, document, biases])
+        whole.add_class("psd-explorer")
+        return whole
 
     def choice(self) -> Choice:
         """Return what the controls now say; a slider at its fitted place stands for the fitted value itself."""
-        member, kind, top_k = self.member.value, self.kind.value, self.top_k.value
-        top_k = top_k if kind in OF_A_SET else None
+        member, kind = self.member.value, self.kind.value
+        top_k = (self.top_k.value or None) if kind in OF_A_SET else None
         fitted = self.exploration.fitted(member, kind, top_k)
-        temperature = (
-            None if self.temperature.value == _place(fitted.correction.temperature) else self.temperature.value
-        )
-        strength = None if self.strength.value == 1.0 else self.strength.value
-        return Choice(member, kind, top_k, temperature, strength)
+        # the browser adds rounding errors to a slider's steps
+        temperature, strength = round(self.temperature.value, 2), round(self.strength.value, 2)
+        as_fitted = temperature == _place(fitted.correction.temperature)
+        return Choice(member, kind, top_k, None if as_fitted else temperature, None if strength == 1.0 else strength)
 
     def figure(self) -> Figure:
         """Return the pictures as they now are, as one still figure."""
@@ -176,7 +178,7 @@ class Explorer:
 
     def _take_fitted(self) -> None:
         """Set the sliders to the fitted values."""
-        fitted = self.exploration.fitted(self.member.value, self.kind.value, self.top_k.value)
+        fitted = self.exploration.fitted(self.member.value, self.kind.value, self.top_k.value or None)
         with self._setting_controls():
             self.temperature.value, self.strength.value = _place(fitted.correction.temperature), 1.0
         self.strength.disabled = not fitted.correction.ids.numel()
