@@ -20,6 +20,7 @@ from psd_utils import score, study
 from psd_utils.capture import plan_shards
 from psd_utils.head import OutputModel, top_k_ids
 from psd_utils.models import load_model
+from psd_utils.settings import resolve_settings
 
 
 def paired(ours: Callable[[], Any], plain: Callable[[], Any], repeats: int) -> tuple[float, float, float]:
@@ -120,7 +121,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     pair = psd.load_pair(arguments.pair)
-    settings = study.resolve_settings(pair, n_tokens=arguments.tokens, device="cpu")
+    settings = resolve_settings(pair, n_tokens=arguments.tokens, device="cpu")
     task, captures = study.score_pair(pair, settings, ("derived",))
     output = OutputModel.of(captures["derived"], torch.device("cpu"))
     ids = top_k_ids(output.splits["fit"].targets, settings.top_k, task.special, task.tokenizer_length)

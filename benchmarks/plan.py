@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 import psd_utils as psd
 from psd_utils import plan, score, selection, study
 from psd_utils.kernels import chunked
+from psd_utils.settings import resolve_settings
 
 
 @contextmanager
@@ -79,7 +80,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     pair = psd.load_pair(given.pair)
-    settings = study.resolve_settings(pair, n_tokens=given.tokens, device="cpu")
+    settings = resolve_settings(pair, n_tokens=given.tokens, device="cpu")
     shape = plan.shape_of(pair.base, pair.facts)
     size = plan.Size(given.tokens, settings.top_k, given.seeds, itemsize=4)
     task = score.prepare(pair, None, given.tokens)

@@ -18,7 +18,7 @@ from psd_utils.control_steps import ControlSettings
 from psd_utils.errors import PsdError
 from psd_utils.pair_controls import CONTROL_COLUMNS, PairControls, run_controls
 from psd_utils.recovery import LOSS_COLUMNS
-from psd_utils.study import Settings, resolve_settings
+from psd_utils.settings import Settings, resolve_settings
 
 NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "03_controls.ipynb"
 OPTIONS: dict[str, Any] = {"n_damage_seeds": 2, "n_resamples": 200, "device": "cpu"}

@@ -16,7 +16,8 @@ from .losses import loss_rows, rows_of
 from .refitted_head import refitted_head
 from .selection import choose_corrections
 from .sensitivity import PairModels
-from .study import SET_KINDS, Settings, Study, score_pair
+from .settings import Settings
+from .study import SET_KINDS, Study, score_pair
 
 _LOG = logging.getLogger(__name__)
 

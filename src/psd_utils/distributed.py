@@ -28,7 +28,7 @@ from .objectives import BiasObjective, FitObjective, StatisticsObjective
 from .pairs import Pair
 from .paths import captures_dir
 from .score import Crew, prepare, score_member
-from .study import resolve_settings
+from .settings import resolve_settings
 
 _LOG = logging.getLogger(__name__)
 # the others wait while the leader waits for the lock of another run

@@ -26,7 +26,8 @@ from .files import read_json, read_table, sha256_of_json, write_json, write_tabl
 from .losses import typed
 from .recovery import DAMAGE_CONTROL, LOSS_COLUMNS, SHARE_COLUMNS, recovery_table
 from .sensitivity import PairModels
-from .study import Settings, Study
+from .settings import Settings
+from .study import Study
 from .version import __version__
 
 _LOG = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ import pandas as pd
 from .errors import PsdError, nearest
 from .pairs import Member, ModelFacts, Pair, model_folder
 from .selection import STATISTICS_BUDGET
+from .settings import DEFAULT_N_TOKENS, DEFAULT_TOP_K
 from .sources import load_config, locate, widths_of
 from .storage import WORKSPACE
-from .study import DEFAULT_N_TOKENS, DEFAULT_TOP_K
 
 STEPS = ("score", "fit", "controls", "figures")
 

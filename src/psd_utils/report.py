@@ -14,8 +14,9 @@ from .errors import PsdError
 from .files import read_json
 from .pairs import Member, Pair
 from .paths import results_dir
+from .settings import Settings
 from .sources import load_tokenizer, locate
-from .study import Settings, Study, load_study
+from .study import Study, load_study
 from .study_figures import largest_biases
 
 _LOG = logging.getLogger(__name__)

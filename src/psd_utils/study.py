@@ -4,11 +4,9 @@ import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 from filelock import FileLock
@@ -16,10 +14,10 @@ from tqdm.auto import tqdm
 
 from . import controls
 from .capture import Capture, capture_key
-from .correction import FITTED_BIAS_KINDS, KINDS, Correction
-from .devices import Device, choose_device
+from .correction import KINDS, Correction
 from .errors import PsdError
 from .files import read_json, read_table, sha256_of_json, write_json, write_table
+from .fit_records import add_fits
 from .head import OutputModel, real_ids, top_k_ids
 from .kernels import corrected_moments
 from .pairs import Pair, resolved
@@ -27,46 +25,13 @@ from .parts import Part, fit_part, read_part, write_part
 from .paths import captures_dir, results_dir
 from .recovery import recovery_table
 from .score import ScoringTask, capture_identity, prepare, score_member
+from .settings import Settings, resolve_settings
 from .token_table import token_table
 from .version import __version__
 
 _LOG = logging.getLogger(__name__)
 
-DEFAULT_N_TOKENS = 1_000_000
-DEFAULT_TOP_K = 4096
-LARGEST_SEED = 2**32 - 1
 SET_KINDS = tuple(kind for kind in KINDS if kind != "bias_all")
-NOT_DAMAGED = "bias_all is fitted for base and derived only: no damage share"
-NO_DAMAGE = "no damaged models (none were asked for, or there is no gap on fit): no damage share"
-
-FIT_COLUMNS = (
-    "temperature_base",
-    "temperature_derived",
-    "temperature_damage",
-    "penalty_base",
-    "penalty_derived",
-    "selected_none_base",
-    "selected_none_derived",
-    "resamples_without_gap",
-    "converged",
-    "reason",
-    "code_version",
-)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a run was asked for, with every default filled in."""
-
-    text: str | None
-    n_tokens: int
-    top_k: int
-    device: Device
-    seed: int
-    n_damage_seeds: int
-    n_resamples: int
-    out_dir: Path
-    mask_padding: bool
 
 
 @dataclass(frozen=True)
@@ -81,54 +46,6 @@ class Study:
     captures: Mapping[str, Capture]
     summary: Mapping[str, Any]
     path: Path
-
-
-def resolve_settings(
-    pair: Pair,
-    *,
-    text: str | Path | None = None,
-    n_tokens: int | None = None,
-    top_k: int | None = None,
-    device: str = "auto",
-    dtype: str | None = None,
-    seed: int = 0,
-    n_damage_seeds: int = 5,
-    n_resamples: int = 10_000,
-    out_dir: str | Path | None = None,
-    mask_padding: bool = False,
-) -> Settings:
-    """Fill in what is not given: the registry's values, else the defaults.
-
-    Raises:
-        PsdError: a value out of range; it says which.
-    """
-    n_tokens = n_tokens if n_tokens is not None else pair.n_tokens or DEFAULT_N_TOKENS
-    top_k = top_k if top_k is not None else pair.top_k or DEFAULT_TOP_K
-    for name, value, least in (
-        ("n_tokens", n_tokens, 1),
-        ("top_k", top_k, 1),
-        ("seed", seed, 0),
-        ("n_damage_seeds", n_damage_seeds, 0),
-        ("n_resamples", n_resamples, 100),
-    ):
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-            raise PsdError(f"{name} must be a whole number of at least {least}, found {value!r}")
-    if seed > LARGEST_SEED:
-        raise PsdError(f"seed must be at most {LARGEST_SEED}, found {seed}")
-    chosen = choose_device(device, dtype or pair.dtype)
-    _LOG.info("%s", chosen.reason)
-    folder = Path(out_dir).expanduser().resolve() if out_dir else results_dir()
-    return Settings(
-        text=None if text is None else str(text),
-        n_tokens=int(n_tokens),
-        top_k=int(top_k),
-        device=chosen,
-        seed=int(seed),
-        n_damage_seeds=int(n_damage_seeds),
-        n_resamples=int(n_resamples),
-        out_dir=folder,
-        mask_padding=mask_padding,
-    )
 
 
 def score_pair(
@@ -371,42 +288,6 @@ def _report(
     write_json(folder / "summary.json", summary)
     corrections = {(label, kind): c for label, part in parts.items() for kind, c in part.corrections.items()}
     return Study(pair, losses, recovery, corrections, captures, summary, folder)
-
-
-def add_fits(shares: pd.DataFrame, records: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> pd.DataFrame:
-    """Return the recovery table: shares joined with what the fits' records say, columns in the order of DESIGN §5.
-
-    `records` are by model (base, derived, damaged-0, …) and kind. `top_k` becomes the size of the set.
-    """
-    rows = []
-    for row in shares.to_dict("records"):
-        kind = str(row["correction"])
-        own = {label: kinds[kind] for label, kinds in records.items() if kind in kinds}
-        row["top_k"] = records["base"]["bias_all" if kind == "bias_all" else "bias"]["set_size"]
-        for role in ("base", "derived"):
-            row[f"temperature_{role}"] = _temperature(own[role])
-            row[f"penalty_{role}"] = own[role]["penalty"] if kind in FITTED_BIAS_KINDS else None
-            row[f"selected_none_{role}"] = own[role]["selected_none"]
-        temperatures = [_temperature(record) for label, record in own.items() if label.startswith("damaged")]
-        row["temperature_damage"] = float(np.mean(temperatures)) if temperatures else None
-        unchanged = [label for label, record in own.items() if record["selected_none"]]
-        row["converged"] = not any(r["status"] in ("not_converged", "node_edge") for r in own.values())
-        remarks = [row["reason"]] if row["reason"] else []
-        remarks += [f"{label}: at_bound" for label, record in own.items() if record["status"] == "at_bound"]
-        if unchanged:
-            remarks.append(f"no correction is better on select for: {', '.join(unchanged)}")
-        if not temperatures and pd.notna(row["symmetric_share"]):
-            remarks.append(NOT_DAMAGED if any(label.startswith("damaged") for label in records) else NO_DAMAGE)
-        row["reason"] = "; ".join(remarks) or None
-        row["code_version"] = __version__
-        rows.append(row)
-    columns = [c for c in shares.columns if c not in ("resamples_without_gap", "reason")]
-    columns.insert(columns.index("correction") + 1, "top_k")
-    return pd.DataFrame(rows)[[*columns, *FIT_COLUMNS]]
-
-
-def _temperature(record: Mapping[str, Any]) -> float:
-    return 1.0 if record["selected_none"] else float(record["fitted_temperature"])
 
 
 def padded_mass(capture: Capture, device: torch.device) -> float:
