@@ -123,7 +123,10 @@ class Exploration:
         self.study = study
         self.subsample = load_subsample(study) if subsample is None else subsample
         self._records = study.summary["fits"]
-        self._resampled = resample_counts(len(self.subsample.keys), N_RESAMPLES, study.summary["settings"]["seed"])
+        keys = self.subsample.keys
+        # the table of shares draws from documents sorted by key
+        drawn = resample_counts(len(keys), N_RESAMPLES, study.summary["settings"]["seed"])
+        self._resampled = drawn[:, np.argsort(np.argsort(keys))]
         self._fitted = lru_cache(maxsize=64)(self._find)
 
     @property

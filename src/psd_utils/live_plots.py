@@ -26,10 +26,10 @@ class LivePlots:
         self._best = bq.Scatter(scales={"x": t, "y": loss}, colors=[_GREY], marker="cross", default_size=90)
         self._now = bq.Scatter(scales={"x": t, "y": loss}, default_size=110)
         self._losses = bq.Axis(
-            scale=loss, orientation="vertical", label="nats per token", label_offset="45px", tick_format=".1f"
+            scale=loss, orientation="vertical", label="nats per token", label_offset="45px", tick_format=".2f"
         )
         self.loss = self._figure(
-            "Loss: ✕ lowest, ● shown, -- base",
+            "Loss: ✚ lowest, ● shown, -- base",
             [self._base, self._curve, self._best, self._now],
             bq.Axis(scale=t, label="temperature T", tick_values=[0.5, 0.7, 1.0, 1.4, 2.0], tick_format=".1f"),
             self._losses,
@@ -95,7 +95,7 @@ class LivePlots:
             marks=marks,
             axes=[x, y],
             animation_duration=0,
-            fig_margin={"top": 40, "bottom": 45, "left": 60, "right": 15},
+            fig_margin={"top": 48, "bottom": 45, "left": 60, "right": 15},
             layout=widgets.Layout(width="330px", height="270px"),
         )
         figure.add_class(name)
@@ -103,8 +103,9 @@ class LivePlots:
 
 
 def _ticks(*values: float) -> list[float]:
-    """Return a few round numbers over the range of `values`."""
-    return list(MaxNLocator(4).tick_values(min(values), max(values)))
+    """Return a few round numbers within the range of `values`."""
+    low, high = min(values), max(values)
+    return [tick for tick in MaxNLocator(5).tick_values(low, high) if low <= tick <= high]
 
 
 def _place(points: bq.Scatter, x: list[float], y: list[float], colours: list[str]) -> None:
