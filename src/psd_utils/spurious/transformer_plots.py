@@ -161,7 +161,7 @@ def cues(table: pd.DataFrame) -> Figure:
 
 def surgery(table: pd.DataFrame, equal: pd.DataFrame) -> Figure:
     """Recall of A after edits of the update: along the run, and at equal recall of the new people."""
-    figure, (left, right) = panels(2)
+    figure, (left, right) = panels(2, height=3.9)
     mean = mean_run(table, table["condition"].iloc[0])
     for i, (edit, label) in enumerate(EDIT_LABELS.items()):
         column = "recall_A" if edit == "trained" else f"{edit}_A"
@@ -176,7 +176,7 @@ def surgery(table: pd.DataFrame, equal: pd.DataFrame) -> Figure:
     right.set_xlabel("recall of the new people (edited model)")
     for axes in (left, right):
         _recall_axis(axes)
-    left.legend(fontsize=8)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
     return figure
 
 
