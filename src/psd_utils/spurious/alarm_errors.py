@@ -9,7 +9,7 @@ show. A *false alarm* is a collapse warning where it did not; a *miss* is a warn
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -24,6 +24,8 @@ GRID = {
     "hidden_share": (0.3, 0.4, 0.5, 0.6, 0.7),
     "least_ratio": (0.0, 0.25, 0.5, 0.75, 1.0),
 }
+SIZES_ALONE = GRID | {"hidden_share": (-np.inf,), "least_ratio": (0.25, 0.5, 0.75, 1.0, 1.25)}
+"""Rules that do not look at recall without the common part, for comparison."""
 
 
 def judged(runs: pd.DataFrame, rule: AlarmRule) -> pd.DataFrame:
@@ -79,25 +81,24 @@ def _row(table: pd.DataFrame, condition: str) -> dict[str, object]:
     }
 
 
-def rules() -> Iterator[AlarmRule]:
-    """Every rule of the grid."""
-    for values in itertools.product(*GRID.values()):
-        yield AlarmRule(*values)
-
-
-def choose_rule(runs: pd.DataFrame, seeds: Sequence[int] = CALIBRATION_SEEDS) -> tuple[AlarmRule, pd.DataFrame]:
-    """The rule with the fewest errors on some seeds, and the table of all rules that it was chosen from.
+def choose_rule(
+    runs: pd.DataFrame,
+    seeds: Sequence[int] = CALIBRATION_SEEDS,
+    grid: Mapping[str, Sequence[float]] = GRID,
+) -> tuple[AlarmRule, pd.DataFrame]:
+    """The rule of a grid with the fewest errors on some seeds, and the table of all rules that it was chosen from.
 
     Errors are the mean of the two rates, so that neither kind is bought with the other, plus the share of collapse runs
-    that were not warned of before the trough. Of equals, the one with the thresholds nearest (0.1, 0.5, 0): early, at
-    half, and without a third condition.
+    (B_prime) that were not warned of before the trough. Of equals, the one nearest (0.1, 0.5, 0): early, at half, and
+    without a third condition.
 
     Returns:
         the rule; and least_loss, hidden_share, least_ratio, false_alarm_rate, miss_rate, late (share), errors.
     """
     chosen = runs[runs["seed"].isin(list(seeds))]
     rows = []
-    for rule in rules():
+    for values in itertools.product(*grid.values()):
+        rule = AlarmRule(*values)
         table = error_rates(chosen, rule).set_index("condition")
         rates = {name: float(table[name]["all"]) for name in ("false_alarm_rate", "miss_rate")}
         late = 1 - float(table["warned_before_trough"]["B_prime"]) / float(table["seeds"]["B_prime"])
