@@ -8,7 +8,7 @@ Part II, the transformer: biographies (people, their facts and how they are told
 biography_batches), transformer (the model) and transformer_ training, measure, surgery, runs, findings and plots.
 
 A user's own runs: prompts, recall, decomposition, surgery and verdict (what is asked of a model, and said of it),
-checkpoints (the study of a run, with checkpoint_ files, report and plots), alarm and callback (during training), example.
+checkpoints (the study of a run, with checkpoint_ files, report and plots), alarm and callback (in training), example.
 """
 
 from psd_utils.spurious.arms import ARMS, ArmResult, run_arms
