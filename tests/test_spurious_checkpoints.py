@@ -26,7 +26,7 @@ from psd_utils.spurious.checkpoints import Checkpoint, CheckpointSettings, parse
 from psd_utils.spurious.decomposition import decompose, others_mean, relation_groups
 from psd_utils.spurious.example import Example
 from psd_utils.spurious.prompts import Fact, Prompts, check_disjoint, encode_facts, read_facts
-from psd_utils.spurious.recall import measure_recall
+from psd_utils.spurious.recall import measure_recall, readout
 from psd_utils.spurious.shift import split_change
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -106,6 +106,26 @@ def test_measuring_leaves_the_model_as_it_was(example: Example, asked: Prompts) 
     torch.testing.assert_close(torch.get_rng_state(), state)
     with torch.no_grad():
         assert model(input_ids=torch.tensor([[1, 5, 6]])).logits.shape[1] == 3
+
+
+@pytest.mark.parametrize(("architecture", "tied"), [("qwen2", True), ("olmo2", False), ("gemma2", True)])
+def test_other_architectures_are_read_as_they_predict(
+    architecture: str, tied: bool, make_model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    model = make_model(tmp_path, architecture, tied=tied, spread=0.3)
+    names = sorted(t[1:] for t in tokenizer.get_vocab() if t.startswith("Ġ") and len(t) > 2)[:12]
+    facts = [Fact("the " + " ".join(names[: 1 + i % 3]), names[-1 - i]) for i in range(3)]
+    asked = encode_facts(facts, tokenizer, "old")
+    found = measure_recall(model, asked)
+    for i, (prompt, answer) in enumerate(zip(asked.prompt_ids, asked.answer_ids, strict=True)):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + answer])).logits[0].double()
+        at = torch.arange(len(prompt) - 1, len(prompt) + len(answer) - 1)
+        own = logits[at].log_softmax(-1)[torch.arange(len(answer)), torch.tensor(answer)].sum()
+        assert math.isclose(found.log_prob[i], float(own), abs_tol=1e-3)
+        # a head's own scaling and soft-capping keep the order of its logits
+        assert int(readout(model, found.states[i : i + 1]).argmax()) == int(logits[at[0]].argmax())
+    assert not any("embed" in name or "lm_head" in name for name in surgery.block_matrices(model))
 
 
 # ---- decomposition
