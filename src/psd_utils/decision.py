@@ -85,10 +85,15 @@ def _against_damage(row: pd.Series) -> tuple[str, str]:
         f"{row['excess_share']:+.1%} ({_interval(row, 'excess')})"
     )
     if row["excess_low"] > 0:
-        return "a prior shift beyond random damage", f"{start}: more than damage, so a prior shift is part of it."
-    if row["excess_high"] < 0:
-        return "less fixable than random damage", f"{start}: less than damage, so no sign of a prior shift."
-    return "no more than random damage", f"{start}: not told from damage, so no sign of a prior shift."
+        compared, meaning = (
+            "more than after random damage: a prior shift",
+            "more than damage: a prior shift is part of it",
+        )
+    elif row["excess_high"] < 0:
+        compared, meaning = "less than after random damage", "less than damage, so no sign of a prior shift"
+    else:
+        compared, meaning = "about as much as after random damage", "not told from damage, so no sign of a prior shift"
+    return f"bias and temperature give back {compared}", f"{start}: {meaning}."
 
 
 def _best_rung(controls: pd.DataFrame | None) -> pd.Series | None:
