@@ -25,6 +25,8 @@ from .worlds import WORLDS
 
 _KINDS = ("temperature", "bias", "bias_temperature")
 _KIND_COLOURS = dict(zip(_KINDS, (sns.color_palette("colorblind")[i] for i in (9, 5, 4)), strict=True))
+_KIND_MARKERS = dict(zip(_KINDS, ("s", "o", "D"), strict=True))
+_KIND_HATCHES = dict(zip(_KINDS, ("..", "//", "xx"), strict=True))
 _CONTROLS = {
     "head_noise": "noise on the head",
     "hidden_noise": "noise on the final states",
@@ -58,7 +60,7 @@ def worlds_figure(found: pd.DataFrame, judged: pd.DataFrame) -> Figure:
                     values = rows[quantity].astype(float)
                     mean, sd = values.mean(), values.std(ddof=1) if len(values) > 1 else np.nan
                     colour, label = _KIND_COLOURS[kind], correction_label(kind)
-                    draw_point(ax, mean, y + offset, mean - sd, mean + sd, colour, label, "o")
+                    draw_point(ax, mean, y + offset, mean - sd, mean + sd, colour, label, _KIND_MARKERS[kind])
                     for _, claim in claims[claims["quantity"] == f"{quantity}.{kind}"].iterrows():
                         _mark_claim(ax, claim, y + offset)
             if own["symmetric_share"].isna().all():
@@ -136,7 +138,7 @@ def ladder_figure(table: pd.DataFrame) -> Figure:
         axes.set_yticks(range(len(rows)), labels[::-1])
         axes.set_ylim(-0.6, len(rows) - 0.4)
         axes.set_xlabel("symmetric share (bars: 95 % interval); in brackets: free parameters")
-        axes.set_title(f"{table['pair'].iloc[0]}: how much can any output-layer correction give back?")
+        axes.set_title(f"{table['pair'].iloc[0]}: share given back, rung by rung")
         legend_once(figure, [axes])
     return figure
 
@@ -154,8 +156,12 @@ def left_out_figure(left_out: pd.DataFrame) -> Figure:
             for k, kind in enumerate(kinds):
                 heights = own[own["correction"] == kind].set_index("group").loc[groups]
                 x = np.arange(len(groups)) + (k - (len(kinds) - 1) / 2) * 0.25
-                colour = _KIND_COLOURS.get(kind, "0.6")
-                ax.bar(x, heights["mass"].clip(lower=floor), 0.24, color=colour, label=correction_label(kind))
+                style = {
+                    "color": _KIND_COLOURS.get(kind, "0.6"),
+                    "hatch": _KIND_HATCHES.get(kind),
+                    "edgecolor": "white",
+                }
+                ax.bar(x, heights["mass"].clip(lower=floor), 0.24, label=correction_label(kind), **style)
             counts = own[own["correction"] == kinds[0]].set_index("group")["tokens"]
             share = left_out[(left_out["member"] == member) & (left_out["correction"] == kinds[0])]["tokens"].sum()
             for place, group in enumerate(groups):
@@ -180,7 +186,7 @@ def sensitivity_figure(table: pd.DataFrame) -> Figure:
         ("", "other choices"),
     )
     prefixes = tuple(prefix for prefix, _ in panels if prefix)
-    figure, axes = new_figure(11.0, 3.3, columns=4)
+    figure, axes = new_figure(11.0, 3.6, columns=4, sharey=True)
     with matplotlib.rc_context(STYLE):
         for ax, (prefix, title) in zip(axes, panels, strict=True):
             chosen = rows["setting"].str.startswith(prefix) if prefix else ~rows["setting"].str.startswith(prefixes)
@@ -190,24 +196,24 @@ def sensitivity_figure(table: pd.DataFrame) -> Figure:
                 for x, setting in enumerate(settings):
                     found = own[(own["setting"] == setting) & (own["correction"] == kind)]
                     if not found.empty:
-                        _upright(ax, x + offset, floats(found.iloc[0]), _KIND_COLOURS[kind], correction_label(kind))
+                        _upright(ax, x + offset, floats(found.iloc[0]), kind)
             ax.axhline(0.0, color="0.4", linewidth=0.8)
             labels = [s.removeprefix(prefix).replace(", fitted on", ",\nfitted on") for s in settings]
             ax.set_xticks(range(len(settings)), labels, rotation=30, ha="right", fontsize=7)
             ax.set_xlim(-0.5, max(len(settings), 1) - 0.5)
             ax.set_title(title)
-        axes[0].set_ylabel("symmetric share of the gap (hollow: matched damage)")
+        axes[0].set_ylabel("symmetric share of the gap")
+        axes[0].plot([], [], "s", color="0.4", markerfacecolor="white", markersize=4, label="matched damage, hollow")
         legend_once(figure, axes)
     return figure
 
 
-def _upright(axes: Axes, x: float, values: Mapping[str, float], colour: object, label: str) -> None:
-    y, low, high = (values[f"symmetric_{end}"] for end in ("share", "low", "high"))
-    if np.isfinite(y):
-        error = np.array([[max(0.0, y - low)], [max(0.0, high - y)]]) if np.isfinite(low) else None
-        axes.errorbar(x, y, yerr=error, fmt="o", color=colour, label=label, capsize=2, markersize=4, linewidth=1)
+def _upright(axes: Axes, x: float, values: Mapping[str, float], kind: str) -> None:
+    low, high = values["symmetric_low"], values["symmetric_high"]
+    colour, marker, label = _KIND_COLOURS[kind], _KIND_MARKERS[kind], correction_label(kind)
+    draw_point(axes, x, values["symmetric_share"], low, high, colour, label, marker, upright=True)
     if np.isfinite(values["damage_share"]):
-        axes.plot(x, values["damage_share"], "s", color=colour, markerfacecolor="white", markersize=4)
+        axes.plot(x, values["damage_share"], marker, color=colour, markerfacecolor="white", markersize=4)
 
 
 def in_sample_figure(table: pd.DataFrame) -> Figure:
