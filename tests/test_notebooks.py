@@ -60,6 +60,17 @@ def pictures(notebook: nbformat.NotebookNode) -> int:
     return sum("image/png" in o.get("data", {}) for o in outputs)
 
 
+def check_widgets(notebook: nbformat.NotebookNode) -> None:
+    """Check that a saved notebook has a state for every widget that it shows, and a picture for viewers without any."""
+    nbformat.validate(notebook)
+    view = "application/vnd.jupyter.widget-view+json"
+    shown = [o.data for c in notebook.cells if c.cell_type == "code" for o in c.outputs if view in o.get("data", {})]
+    explorers = [data for data in shown if "image/png" in data]
+    assert len(explorers) == 1
+    state = notebook.metadata["widgets"]["application/vnd.jupyter.widget-state+json"]["state"]
+    assert {data[view]["model_id"] for data in shown} <= set(state)
+
+
 def test_own_pair_by_two_paths_goes_through_all_three_notebooks(pair: psd.Pair, run: Any) -> None:
     given = own_pair(pair, run.folder)
     scored = run("01_score", **given)
@@ -68,6 +79,7 @@ def test_own_pair_by_two_paths_goes_through_all_three_notebooks(pair: psd.Pair, 
     fitted = run("02_fit", **given)
     assert "random damage of the same size gives back" in printed(fitted)
     assert pictures(fitted) == 6
+    check_widgets(fitted)
     results = run.folder / "results" / pair.name
     recovery = pd.read_parquet(results / "recovery.parquet")
     assert recovery["symmetric_share"].notna().sum() == 6
