@@ -110,7 +110,11 @@ def study_checkpoints(
             progress.set_postfix_str(checkpoint.label)
             place = folder / "measured" / f"{file_name(checkpoint.label)}-{digest([key, checkpoint.identity])}"
             if not is_done(place):
-                _measure(checkpoint, start, place)
+                try:
+                    _measure(checkpoint, start, place)
+                except ValueError as error:
+                    error.add_note(f"This happened while {checkpoint.label} was measured.")
+                    raise
             parts.append(read_part(place, TABLES, checkpoint.label, checkpoint.step))
     tables = {n: pd.concat([part[n] for part in parts if n in part], ignore_index=True) for n in TABLES}
     about = {
