@@ -137,7 +137,7 @@ def test_explorer_of_02_fit_shows_what_python_computes(
     notebook.wait_for_text(".psd-text", "loss given back")
     assert page.locator(".psd-text i").count() == len(exploration.tokens(1))
     page.locator(".psd-search input").fill("zzzz")
-    notebook.wait_for_text(".psd-biases", "0 of 0 found")
+    notebook.wait_for_text(".psd-biases", "0 shown of 0 found")
     page.locator(".psd-search input").fill("")
     notebook.settle()
     kept = notebook.screenshot("explorer", ".psd-explorer")

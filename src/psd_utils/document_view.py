@@ -77,23 +77,24 @@ def _visible(token: str) -> str:
     return html.escape(token).replace("\n", "⏎\n")
 
 
-def bias_html(biases: pd.DataFrame, search: str, sort: str, strength: float, n: int = 25) -> str:
-    """Return the biases whose token holds `search` (in either case), ordered by a key of `SORTS`, as an HTML table.
+def ordered_biases(biases: pd.DataFrame, search: str, sort: str) -> pd.DataFrame:
+    """Return the rows whose token holds `search` (in either case), ordered by a key of `SORTS`.
 
-    `biases` has `id, token, bias, count`; with `strength` the bias that is at work is shown too.
+    `biases` has `id, token, bias, count`.
     """
-    if biases.empty:
-        return "<p>This correction has no bias.</p>"
     found = biases[biases["token"].str.contains(search, case=False, regex=False)]
     column, ascending = SORTS[sort]
-    ordered = found.assign(size=found["bias"].abs()).sort_values(column, ascending=ascending, kind="stable")[:n]
+    return found.assign(size=found["bias"].abs()).sort_values(column, ascending=ascending, kind="stable")
+
+
+def bias_html(biases: pd.DataFrame, strength: float, n: int = 25) -> str:
+    """Return the first rows of a table of biases as HTML, beside the fitted bias the one that is at work."""
     rows = ""
-    for row in ordered.to_dict("records"):
+    for row in biases[:n].to_dict("records"):
         token = html.escape(str(row["token"]))
         rows += f'<tr><td style="font-family:monospace;text-align:left">{token}</td><td>{row["bias"]:+.3f}</td>'
         rows += f"<td>{strength * row['bias']:+.3f}</td><td>{row['count']:,}</td><td>{row['id']}</td></tr>"
     titles = ("token", "fitted bias (nats)", "bias at work", "times in fit", "id")
     head = "".join(f"<th>{title}</th>" for title in titles)
-    words = f"{len(ordered)} of {len(found):,} found, of {len(biases):,} ids"
-    style = "text-align:right;border-spacing:10px 1px"
-    return f'<table style="{style}"><tr>{head}</tr>{rows}</table>{words}'
+    words = f"{min(n, len(biases))} shown of {len(biases):,} found"
+    return f'<table style="text-align:right;border-spacing:10px 1px"><tr>{head}</tr>{rows}</table>{words}'

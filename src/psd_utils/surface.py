@@ -152,6 +152,7 @@ def _beta_weights(beta: float) -> torch.Tensor:
     return interpolation(BETAS, beta)[0]
 
 
+@lru_cache(maxsize=1024)
 def _strength_weights(strength: float, n: int) -> torch.Tensor:
     if n == 1:
         return torch.ones(1, dtype=torch.float64)

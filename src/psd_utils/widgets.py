@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from .document_view import COLOURINGS, SORTS, bias_html, document_html
+from .document_view import COLOURINGS, SORTS, bias_html, document_html, ordered_biases
 from .drawing import correction_label
 from .exploration import OF_A_SET, TEMPERATURES, Choice, Exploration, Reading
 from .explorer_figures import reading_figure
@@ -60,7 +60,7 @@ class Explorer:
         self._observe(self._take_menus, self.member, self.kind, self.top_k)
         self._observe(self._draw, self.temperature, self.strength)
         self._observe(self._draw_document, self.document, self.colouring)
-        self._observe(self._draw_biases, self.search, self.sort)
+        self._observe(self._find_biases, self.search, self.sort)
         self.reset.on_click(lambda _: self._safely(self._take_menus))
 
     def _make_controls(self) -> None:
@@ -189,7 +189,9 @@ class Explorer:
         self.plots.draw(self.reading, self.exploration.study_share(choice))
         self.readouts.value = _table_html(self.reading.table())
         self._draw_document()
-        if before is None or (before.fitted, before.strength) != (self.reading.fitted, self.reading.strength):
+        if before is None or before.fitted is not self.reading.fitted:
+            self._find_biases()
+        elif before.strength != self.reading.strength:
             self._draw_biases()
         self.status.value = f"<b>{html.escape(self.exploration.words(choice))}</b>: {html.escape(self.reading.origin)}"
 
@@ -203,9 +205,13 @@ class Explorer:
         colouring = COLOURINGS[self.colouring.value]
         self.text.value = document_html(self.exploration.tokens(self.document.value), values, colouring)
 
-    def _draw_biases(self) -> None:
+    def _find_biases(self) -> None:
         biases = self.exploration.biases(self.reading.fitted)
-        self.biases.value = bias_html(biases, self.search.value, self.sort.value, self.reading.strength)
+        self._found_biases = ordered_biases(biases, self.search.value, self.sort.value)
+        self._draw_biases()
+
+    def _draw_biases(self) -> None:
+        self.biases.value = bias_html(self._found_biases, self.reading.strength)
 
 
 def _place(temperature: float) -> float:
