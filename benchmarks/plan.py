@@ -16,12 +16,18 @@ from typing import Any
 
 import torch
 from common import setting, write
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
+from torch.utils.flop_counter import FlopCounterMode
 
 import psd_utils as psd
 from psd_utils import plan, score, selection, study
 from psd_utils.kernels import chunked
 from psd_utils.settings import resolve_settings
+
+
+def attention_operations(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Return the operations of both products of attention, from shapes [batch, heads, positions, width]."""
+    batch, heads, positions, width = query
+    return 2 * batch * heads * positions * key[2] * (width + value[3])
 
 
 @contextmanager
@@ -37,7 +43,7 @@ def counted() -> Iterator[dict[str, float]]:
     chunked.linear = product
     start = time.process_time()
     try:
-        attention = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop}
+        attention = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_operations}
         with FlopCounterMode(display=False, custom_mapping=attention) as counter:
             yield found
     finally:
