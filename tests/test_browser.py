@@ -1,5 +1,7 @@
 """The explorers in JupyterLab in a real browser: what is shown is what Python computes, and nothing complains."""
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -169,8 +171,16 @@ def test_report_of_a_pair_opens_offline(small_study: Study, tmp_path: Path) -> N
     check_offline_page(write_report(small_study, path=tmp_path / "report.html"))
 
 
-def test_artefacts_are_ignored_by_git() -> None:
-    import subprocess
+def test_without_chromium_tests_are_skipped_here_and_fail_where_they_must_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="make browser"):
+        chromium()
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="make browser"):
+        chromium()
 
+
+def test_artefacts_are_ignored_by_git() -> None:
     done = subprocess.run(["git", "check-ignore", str(ARTEFACTS)], cwd=REPOSITORY, capture_output=True, check=False)
     assert done.returncode in (0, 128)  # 128: not a git checkout

@@ -303,6 +303,19 @@ def test_the_base_has_neither_gap_nor_share(exploration: Exploration) -> None:
     assert not math.isnan(reading.loss)
 
 
+def test_without_a_gap_the_share_is_undefined_in_words_and_pictures(exploration: Exploration) -> None:
+    swapped = replace(exploration.subsample)
+    models = exploration.subsample.models
+    swapped.__dict__["models"] = {**models, "base": models["derived"], "derived": models["base"]}
+    explorer = Explorer(Exploration(exploration.study, swapped))
+    reading = explorer.reading
+    assert reading.gap.value == pytest.approx(-exploration.reading(Choice()).gap.value)
+    assert math.isnan(reading.share.value)
+    assert "nothing to recover" in explorer.readouts.value
+    assert explorer.plots._values.x.tolist() == [explorer.exploration.study_share(Choice()).value]
+    assert explorer.figure().axes[2].get_title("left") == "Share given back: undefined"
+
+
 # ---- the store
 
 

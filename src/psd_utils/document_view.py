@@ -50,9 +50,9 @@ def _colours(name: str, low: float, high: float, n: int = 33) -> tuple[str, ...]
 COLOURINGS: Mapping[str, Colouring] = {
     "loss": Colouring("loss of this model, as set", 0, 10, _colours("Oranges", 0.0, 0.65)),
     "lost": Colouring(
-        "loss lost in the derived model (uncorrected, beyond the base)", -3, 3, _colours("PuOr_r", 0.2, 0.8)
+        "loss lost in the derived model (uncorrected, beyond the base)", -3, 3, _colours("PuOr_r", 0.24, 0.76)
     ),
-    "given back": Colouring("loss given back by the correction, as set", -1.5, 1.5, _colours("PuOr", 0.2, 0.8)),
+    "given back": Colouring("loss given back by the correction, as set", -1.5, 1.5, _colours("PuOr", 0.24, 0.76)),
 }
 
 
