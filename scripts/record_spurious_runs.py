@@ -38,7 +38,7 @@ def named(*names: str) -> dict[str, Condition]:
 
 PARTS: dict[str, list[tuple[Mapping[str, Condition], int]]] = {
     "main": [(named("B_prime", "C", "no_final_norm"), 1200), (named("X", "rehearsal", "tiny_rate"), 600)],
-    "more": [(named("B_prime"), 1200), (named("C"), 600), (named("tiny_rate"), 300)],
+    "more": [(named("B_prime"), 600), (named("C"), 400), (named("tiny_rate"), 300)],
     "cues": [(dict(cue_condition(kind, cue) for kind in ("value", "region") for cue in (0.25, 0.5, 0.75, 1.0)), 500)],
     "surgery": [({"B_prime_surgery": CONDITIONS["B_prime"]}, 500)],
     "doses": [(named("rate_half", "batch_half"), 800), (named("rate_double"), 300), (named("batch_double"), 400)],
@@ -48,25 +48,24 @@ PARTS: dict[str, list[tuple[Mapping[str, Condition], int]]] = {
 
 
 def report(out: Path, figures: Path) -> None:
-    """Write the acceptance table and the figures of the recorded runs."""
-    runs, doses, frozen, surgery, cues = (
-        load_runs(*parts) for parts in (("main", "more"), ("doses",), ("frozen",), ("surgery",), ("cues",))
-    )
+    """Write the acceptance table and the figures of the recorded runs; the three seeds of main are judged."""
+    runs, doses, frozen, surgery, cues = (load_runs(part) for part in ("main", "doses", "frozen", "surgery", "cues"))
     rows = acceptance.load_rows(acceptance.data_folder() / "acceptance_transformer.yaml")
     found = transformer_findings(runs, doses)
     table = acceptance.judge(rows, found)
     table.to_csv(out / "acceptance.csv", index=False)
-    summary(pd.concat([runs, doses, frozen, surgery, cues])).to_csv(
-        out / "summary.csv", index=False, float_format="%.4g"
-    )
-    base = runs[(runs["condition"] == "B_prime") & runs["seed"].isin(doses["seed"])]
+    every = summary(load_runs(*(part for part in PARTS if (out / f"{part}.csv").is_file())))
+    every.to_csv(out / "summary.csv", index=False, float_format="%.4g")
+    base = runs[runs["condition"] == "B_prime"]
     pictures = {
         "acts": plots.acts(runs, ("B_prime", "C", "no_final_norm")),
         "shifts": plots.shifts(runs, ("B_prime", "C", "no_final_norm")),
         "readouts": plots.readouts(runs),
         "splices": plots.splices(runs),
         "clock": plots.clock(pd.concat([base, doses])),
-        "frozen": plots.freezing(pd.concat([base[base["step"] <= 400], frozen]), ("B_prime", *FROZEN)),
+        "frozen": plots.freezing(
+            pd.concat([base[(base["step"] <= 400) & base["seed"].isin(frozen["seed"])], frozen]), ("B_prime", *FROZEN)
+        ),
         "surgery": plots.surgery(surgery, equal_recall(surgery)),
         "cues": plots.cues(cue_summary(pd.concat([base[base["step"] <= 500], cues]))),
         "acceptance": acceptance_picture(table, rows, found),

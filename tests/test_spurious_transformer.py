@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from psd_utils.spurious import acceptance, transformer_training
-from psd_utils.spurious.acceptance import HOLDS
+from psd_utils.spurious.acceptance import FAILS, HOLDS, NOT_RUN
 from psd_utils.spurious.biographies import BiographySettings, generator
 from psd_utils.spurious.biography_batches import training_batch
 from psd_utils.spurious.biography_language import TokenLanguage
@@ -23,7 +23,7 @@ from psd_utils.spurious.transformer import (
     make_decoder,
     next_token_loss,
 )
-from psd_utils.spurious.transformer_findings import cue_summary, mean_run, summary, transformer_findings
+from psd_utils.spurious.transformer_findings import cue_summary, load_runs, mean_run, summary, transformer_findings
 from psd_utils.spurious.transformer_measure import Observer, own_region_ranks, read
 from psd_utils.spurious.transformer_runs import (
     CONDITIONS,
@@ -46,6 +46,10 @@ from psd_utils.spurious.transformer_training import (
 )
 
 ROWS = {row.id: row for row in acceptance.load_rows(acceptance.data_folder() / "acceptance_transformer.yaml")}
+JUDGED = (34, 35, 36, 37, "37b")
+DO_NOT_HOLD = {
+    "37b": "three seeds' mean of A at step 600 is just above 0.1; all else of the row holds: docs/spurious.md"
+}
 TINY = Study(
     people=BiographySettings(n_old=8, n_new=8, n_never=4),
     language=TokenLanguage(name_pool=16, n_values=8),
@@ -339,12 +343,13 @@ def test_a_diverged_run_says_so():
         (lambda: list(inject(*tiny(), [1], Injection(on="D"))), "No population 'D'"),
         (lambda: run_conditions(["D"], [0], TINY), "No condition 'D'"),
         (lambda: make_study("huge"), "No study 'huge'; expected quick, small or full"),
+        (lambda: load_runs("nothing"), "No nothing.csv in"),
         (lambda: choose_device("nowhere"), "No device 'nowhere'"),
         (lambda: mean_run(pd.DataFrame({"condition": ["C"]}), "B_prime"), "No run of 'B_prime'; the table has C"),
     ],
 )
 def test_bad_requests_are_refused_in_words(make, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         make()
 
 
@@ -495,7 +500,7 @@ def test_short_runs_leave_what_they_cannot_say_out():
     assert "small.B_prime.A_1200" not in found
     assert found["small.B_prime.trough"] == pytest.approx(0.4)
     verdicts = acceptance.judge(list(ROWS.values()), found).set_index("row")["verdict"]
-    assert set(verdicts[[34, 37, "37b", 38]]) == {acceptance.NOT_RUN}
+    assert set(verdicts[[34, 37, "37b", 38]]) == {NOT_RUN}
 
 
 def test_runs_without_a_cue_stand_for_cue_zero():
@@ -527,10 +532,27 @@ def test_the_quick_study_shows_the_collapse_and_what_removes_it(quick_runs):
     assert never.max() <= 0.25  # facts that were never trained are not known
 
 
+def test_the_committed_runs_say_what_the_committed_table_says():
+    folder = acceptance.data_folder() / "transformer_run"
+    runs = load_runs("main")
+    table = acceptance.judge(list(ROWS.values()), transformer_findings(runs, load_runs("doses")))
+    committed = pd.read_csv(folder / "acceptance.csv", dtype={"row": str}).set_index("row")
+    assert committed["verdict"].tolist() == table["verdict"].tolist()
+    assert committed["tolerance"].tolist() == table["tolerance"].tolist()
+    assert {"B_prime", "C", "tiny_rate", "no_final_norm"} <= set(runs["condition"])
+    for number, verdict in table.set_index("row")["verdict"].items():
+        assert verdict == (FAILS if number in DO_NOT_HOLD else HOLDS if number in JUDGED else NOT_RUN)
+
+
+@pytest.fixture(scope="module")
+def small_runs():
+    return run_conditions(["B_prime", "C", "no_final_norm"], range(3), Study(n_steps=1200))
+
+
 @pytest.mark.slow
-def test_rows_34_to_37b_hold_with_three_seeds():
-    runs = run_conditions(["B_prime", "C", "no_final_norm"], range(3), Study(n_steps=1200))
-    table = acceptance.judge(list(ROWS.values()), transformer_findings(runs)).set_index("row")
-    for number in (34, 35, 36, 37, "37b"):
-        line = table.loc[number]
-        assert line.verdict == HOLDS, f"row {number}: expected {line.tolerance}; found {line.found}"
+@pytest.mark.parametrize("number", JUDGED)
+def test_row(number, small_runs, request):
+    if number in DO_NOT_HOLD:
+        request.applymarker(pytest.mark.xfail(reason=DO_NOT_HOLD[number]))
+    line = acceptance.judge([ROWS[number]], transformer_findings(small_runs)).iloc[0]
+    assert line.verdict == HOLDS, f"row {number}, {line.claim}: expected {line.tolerance}; found {line.found}"
