@@ -14,7 +14,8 @@ from spurious_example import SMALL_EXAMPLE, small_example
 from torch.utils.data import Dataset
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 
-from psd_utils.spurious.alarm import COLLAPSE, EROSION, AlarmRule, judge_log, judge_run
+from psd_utils.spurious.alarm import COLLAPSE, EROSION, RULE, AlarmRule, judge_log, judge_run
+from psd_utils.spurious.alarm_errors import CALIBRATION_SEEDS, choose_rule, judged
 from psd_utils.spurious.callback import ForgettingCallback, read_log
 from psd_utils.spurious.decomposition import decompose
 from psd_utils.spurious.example import Example, documents, make_people
@@ -223,3 +224,68 @@ def test_the_rule_sees_only_the_rows_so_far() -> None:
     before = json.loads(LOG.to_json())
     judge_run(LOG)
     assert json.loads(LOG.to_json()) == before
+
+
+# ---- how often the rule is wrong
+
+DATA = Path(__file__).parents[1] / "data" / "spurious"
+
+
+def direct_errors(runs: pd.DataFrame, seeds: set[int]) -> dict[str, int]:
+    """Counted again, by a plain loop over the recorded runs and the statement of the rule."""
+    found = {"points": 0, "reversible": 0, "false_alarms": 0, "misses": 0}
+    for (_, seed), run in runs.groupby(["condition", "seed"]):
+        rows = run.sort_values("step").to_dict("records")
+        for row in rows if seed in seeds else []:
+            lost, others_lost = rows[0]["old"] - row["old"], rows[0]["others"] - row["others"]
+            if np.isnan(row["others_after_replay"]) or lost < 0.15 * rows[0]["old"] or others_lost <= 0:
+                continue
+            said = row["common_removed"] - row["old"] >= 0.5 * lost
+            true = row["others_after_replay"] - row["others"] >= 0.5 * others_lost
+            found["points"] += 1
+            found["reversible"] += true
+            found["false_alarms"] += said and not true
+            found["misses"] += true and not said
+    return found
+
+
+def test_published_error_rates_follow_from_the_recorded_runs() -> None:
+    runs = pd.read_csv(DATA / "callback_runs.csv")
+    table = pd.read_csv(DATA / "callback_error_rates.csv")
+    ours = table[table["rule"] == "rule"]
+    assert ours[["least_loss", "hidden_share", "least_ratio"]].drop_duplicates().values.tolist() == [
+        [RULE.least_loss, RULE.hidden_share, RULE.least_ratio]
+    ]
+    seeds = set(runs["seed"])
+    for which, used in (("choosing", set(CALIBRATION_SEEDS)), ("held out", seeds - set(CALIBRATION_SEEDS))):
+        row = ours[(ours["seeds_used"] == which) & (ours["condition"] == "all")].iloc[0]
+        expected = direct_errors(runs, used)
+        assert {name: row[name] for name in expected} == expected
+        assert row["false_alarm_rate"] == pytest.approx(
+            expected["false_alarms"] / (expected["points"] - expected["reversible"]), abs=1e-4
+        )
+        assert row["miss_rate"] == pytest.approx(expected["misses"] / expected["reversible"], abs=1e-4)
+    assert len(seeds - set(CALIBRATION_SEEDS)) >= 4
+
+
+def test_the_rule_knows_a_collapse_from_erosion_before_the_trough() -> None:
+    runs = pd.read_csv(DATA / "callback_runs.csv")
+    held_out = judged(runs[~runs["seed"].isin(CALIBRATION_SEEDS)], RULE)
+    for (condition, seed), run in held_out.groupby(["condition", "seed"]):
+        first = run.loc[run["alarm"] == COLLAPSE, "step"].min()
+        trough = run.loc[run.loc[run["step"] <= 400, "old"].idxmin(), "step"]
+        if condition == "B_prime":
+            assert first < trough, seed
+        if condition == "C":
+            assert run["alarm"].iloc[-1] == EROSION, seed
+
+
+@pytest.mark.slow
+def test_the_rule_is_the_one_chosen_on_the_seeds_set_aside_for_it() -> None:
+    runs = pd.read_csv(DATA / "callback_runs.csv")
+    rule, table = choose_rule(runs[runs["condition"].isin(["B_prime", "C"])])
+    assert rule == RULE
+    assert (
+        table["errors"].min()
+        == table.loc[(table["least_loss"] == 0.15) & (table["hidden_share"] == 0.5), "errors"].min()
+    )
