@@ -92,9 +92,9 @@ def test_notebook_runs_quickly_from_another_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(NOTEBOOK.parents[1] / "src"))
     parameters = {"n_seeds": 2, "n_steps": 600, "out_dir": "run"}
     papermill.execute_notebook(str(NOTEBOOK), "out.ipynb", parameters, kernel_name="python3", progress_bar=False)
-    assert {"acceptance.csv", "arms.csv", "curves.csv", "sweep.csv", "settings.json"} <= {
-        p.name for p in (tmp_path / "run").iterdir()
-    }
+    written = {p.name for p in (tmp_path / "run").iterdir()}
+    assert {"acceptance.csv", "arms.csv", "curves.csv", "sweep.csv", "settings.json"} <= written
+    assert {"acceptance_transformer.csv", "transformer_runs.csv", "spurious_transformer_acts.png"} <= written
     errors = [
         o.get("text", "")
         for c in nbformat.read("out.ipynb", as_version=4).cells

@@ -384,7 +384,7 @@ def test_a_shift_of_all_states_is_all_common_and_its_removal_brings_everything_b
     assert row["recall_common_removed"] == row["recall_readout"] == same["recall_A"]
     assert row["recall_common_only"] == row["recall_representation"] == row["recall_A"]
     assert row["answers_Y"] > same["answers_Y"]
-    assert row["logit_shift"] == pytest.approx(5 * float((start.head.weight @ w).norm()), rel=1e-4)
+    assert row["logit_shift"] == pytest.approx(5 * (start.head.weight @ w).norm().item(), rel=1e-4)
     assert row["logit_shift_readout"] == 0
 
 
