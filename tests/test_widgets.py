@@ -18,7 +18,7 @@ import psd_utils as psd
 from psd_utils import subsample
 from psd_utils.calibration import reliability
 from psd_utils.capture import TextStates
-from psd_utils.document_view import COLOURINGS, MOST_TOKENS, bias_html, document_html, ordered_biases
+from psd_utils.document_view import COLOURINGS, MOST_TOKENS, SORTS, bias_html, document_html, ordered_biases
 from psd_utils.errors import PsdError
 from psd_utils.exploration import Choice, Exploration
 from psd_utils.fit import fit_correction
@@ -513,3 +513,8 @@ def test_a_move_takes_far_less_than_a_tenth_of_a_second(explorer: Explorer) -> N
         explorer.temperature.value = value
         times.append(time.perf_counter() - start)
     assert np.median(times) < 0.1
+
+
+def test_a_table_without_biases_is_searched_like_any_other() -> None:
+    none = pd.DataFrame({"id": [], "token": [], "bias": [], "count": []})
+    assert ordered_biases(none, "the", next(iter(SORTS))).empty

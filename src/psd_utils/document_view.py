@@ -82,7 +82,7 @@ def ordered_biases(biases: pd.DataFrame, search: str, sort: str) -> pd.DataFrame
 
     `biases` has `id, token, bias, count`.
     """
-    found = biases[biases["token"].str.contains(search, case=False, regex=False)]
+    found = biases[biases["token"].astype("string").str.contains(search, case=False, regex=False)]
     column, ascending = SORTS[sort]
     return found.assign(size=found["bias"].abs()).sort_values(column, ascending=ascending, kind="stable")
 
