@@ -171,8 +171,8 @@ def test_operations_of_a_real_run_are_within_a_third_of_the_plan(tmp_path, monke
 
     pair = load_pair("tiny_math")
     with benchmark.counted() as found:
-        run_study(pair, n_tokens=20_000, device="cpu", n_damage_seeds=0, n_resamples=100, out_dir=tmp_path)
-    s, size = shape_of(pair.base, pair.facts), Size(20_000, 512, 0, 4)
+        run_study(pair, n_tokens=5000, device="cpu", n_damage_seeds=0, n_resamples=100, out_dir=tmp_path)
+    s, size = shape_of(pair.base, pair.facts), Size(5000, 512, 0, 4)
     planned = 2 * step_cost("score", s, size, 250).operations + step_cost("fit", s, size).operations
     assert found["operations"] == pytest.approx(planned, rel=0.33)
     assert isinstance(plan_table({"tiny_math": (pair, size)}, CORE), pd.DataFrame)
