@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from psd_utils.errors import PsdError
 from psd_utils.files import sha256_of_json, write_json
 from psd_utils.paths import project_root, results_dir
-from psd_utils.plan import MACHINES, Size, plan_table
+from psd_utils.plan import MACHINES, STEPS, Size, plan_table
 from psd_utils.progress import forget_stale, pair_states, write_report
 from psd_utils.sweep import make_plan, read_entries
 
@@ -118,7 +118,8 @@ def sweep(given: argparse.Namespace) -> int:
         for job in plan["jobs"].values():
             job["resources"]["mem_mb"] = min(job["resources"]["mem_mb"], limit)
     sizes = {entry.name: (entry.pair, Size.of(entry.pair, entry.parameters)) for entry in entries.values()}
-    show_plan(plan, plan_table(sizes, MACHINES[name]), name)
+    steps = [step for step in STEPS if step != "controls" or not given.no_controls]
+    show_plan(plan, plan_table(sizes, MACHINES[name], steps), name)
     folder = out_dir / "sweep"
     folder.mkdir(parents=True, exist_ok=True)
     mark = f"psd-{sha256_of_json(str(folder))[:12]}"
