@@ -41,10 +41,9 @@ def relation_groups(prompts: Prompts, least: int = LEAST_PER_RELATION) -> tuple[
 
 
 def others_mean(split: Split) -> Tensor:
-    """[items, features], for each item the mean change of the *other* items of its group (its own if alone)."""
+    """[items, features], for each item the mean change of the *other* items of its group; zero where there are none."""
     counts = torch.bincount(split.groups)[split.groups].unsqueeze(-1).to(split.common)
-    rest = (counts * split.common_per_item - split.change) / (counts - 1).clamp(min=1)
-    return torch.where(counts > 1, rest, split.common_per_item)
+    return (counts * split.common_per_item - split.change) / (counts - 1).clamp(min=1)
 
 
 def decompose(model: Any, before: Tensor, after: Tensor, prompts: Prompts) -> pd.DataFrame:

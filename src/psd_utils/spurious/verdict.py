@@ -4,8 +4,8 @@ In: tidy tables of the checkpoints. Out: a Verdict for each checkpoint, with the
 
 The rule. Recall is that of the answers' first tokens.
 
-1. *Neither* if the base knows less than `least_known` of the old facts, or if the loss of recall is below `least_loss`
-   or below two standard errors: there is nothing to explain.
+1. *Neither* if there are fewer than `least_facts` old facts, if the base knows less than `least_known` of them, or if
+   the loss of recall is below `least_loss` or below two standard errors: there is nothing to explain.
 2. *Collapse that is still hidden knowledge* if at least `hidden_share` of the loss comes back when what the facts
    share is taken away, in one of two ways. On the states: the mean change of the *other* facts is subtracted (one
    mean, or one per relation). On the weights: the leading directions of each update are removed, where the model so
@@ -34,12 +34,14 @@ class Rule:
     """Thresholds of the verdict, all shares of facts or of the loss.
 
     Attributes:
+        least_facts: number of old facts below which nothing is said.
         least_known: recall of the base below which nothing is said.
         least_loss: loss of recall below which nothing has happened.
         hidden_share: share of the loss that must come back.
         widest_bracket: two checkpoints whose new-fact recall differs by more are too far apart to compare between.
     """
 
+    least_facts: int = 15
     least_known: float = 0.5
     least_loss: float = 0.1
     hidden_share: float = 0.5
@@ -169,6 +171,9 @@ def judge(evidence: Mapping[str, Any], rule: Rule = RULE) -> Verdict:
     known, now, loss, error = (evidence[name] for name in ("known", "now", "loss", "loss_se"))
     numbers = f"first-token recall of {evidence['facts']} old facts is {known:.2f} in the base and {now:.2f} here"
     found = dict(evidence) | {"rule": asdict(rule), "hidden_share": None}
+    if evidence["facts"] < rule.least_facts:
+        why = f"that is too few for a verdict (at least {rule.least_facts} are needed)"
+        return Verdict(NEITHER, f"{NEITHER}: {numbers}; {why}.", found)
     if known < rule.least_known:
         why = f"the base knows too few of them to lose any (at least {rule.least_known:g} is needed)"
         return Verdict(NEITHER, f"{NEITHER}: {numbers}; {why}.", found)
