@@ -18,8 +18,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 NOTEBOOKS = REPOSITORY / "notebooks"
 LARGEST = 500_000
 """Bytes of a copy."""
-WIDTHS = (900, 700, 560)
-"""Widths of pictures in pixels, tried from the first on until the copy is small enough."""
+SIZES = ((900, 64), (700, 64), (700, 24), (560, 24), (480, 16))
+"""Width in pixels and number of colours of pictures, tried from the first on until the copy is small enough."""
 _PROGRESS = re.compile(r"\d+%\|")
 
 
@@ -40,8 +40,8 @@ def differences(source: nbformat.NotebookNode, copy: nbformat.NotebookNode) -> l
     return [f"cell {i} differs" for i, (a, b) in enumerate(zip(own, copied, strict=True)) if a != b]
 
 
-def cleaned(executed: nbformat.NotebookNode, width: int, root: Path = REPOSITORY) -> nbformat.NotebookNode:
-    """Return a copy for readers: pictures at most `width` pixels wide, no widgets, no progress bars, no absolute paths.
+def cleaned(executed: nbformat.NotebookNode, size: tuple[int, int], root: Path = REPOSITORY) -> nbformat.NotebookNode:
+    """Return a copy for readers: small pictures (`size`: width, colours), no widgets, progress bars or absolute paths.
 
     Raises:
         SystemExit: a cell failed, or was not run.
@@ -54,11 +54,11 @@ def cleaned(executed: nbformat.NotebookNode, width: int, root: Path = REPOSITORY
             continue
         if cell.execution_count is None and cell.source.strip():
             raise SystemExit(f"cell {i} was not run")
-        cell.outputs = [kept for output in cell.outputs if (kept := _output(output, width, str(root))) is not None]
+        cell.outputs = [kept for output in cell.outputs if (kept := _output(output, size, str(root))) is not None]
     return copy
 
 
-def _output(output: Any, width: int, root: str) -> Any | None:
+def _output(output: Any, size: tuple[int, int], root: str) -> Any | None:
     if output.output_type == "error":
         raise SystemExit(f"a cell failed: {output.ename}: {output.evalue}")
     if output.output_type == "stream":
@@ -68,11 +68,15 @@ def _output(output: Any, width: int, root: str) -> Any | None:
     data = output.data
     if any(mime.startswith("application/vnd.jupyter.widget") for mime in data):
         return None
+    if len(data) > 1:
+        data.pop("text/plain", None)  # says less than the picture or table beside it
     for mime, content in data.items():
         if mime == "image/png":
-            data[mime] = smaller_png(content, width)
+            data[mime] = smaller_png(content, *size)
         elif isinstance(content, str):
             data[mime] = _relative(content, root)
+    if "text/html" in data:
+        data["text/html"] = re.sub(r">\s+<", "><", data["text/html"])
     output.metadata = {}
     return output
 
@@ -81,14 +85,14 @@ def _relative(text: str, root: str) -> str:
     return text.replace(f"{root}/", "").replace(root, ".")
 
 
-def smaller_png(content: str, width: int) -> str:
-    """Return a base64 PNG with at most `width` pixels a row and 64 colours."""
+def smaller_png(content: str, width: int, colours: int) -> str:
+    """Return a base64 PNG with at most `width` pixels a row and so many colours."""
     picture = Image.open(io.BytesIO(base64.b64decode(content))).convert("RGB")
     if picture.width > width:
         height = round(picture.height * width / picture.width)
         picture = picture.resize((width, height), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
-    picture.quantize(64, dither=Image.Dither.NONE).save(buffer, format="PNG", optimize=True)
+    picture.quantize(colours, dither=Image.Dither.NONE).save(buffer, format="PNG", optimize=True)
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
@@ -103,12 +107,12 @@ def write_copy(executed: Path, folder: Path) -> Path:
     changed = differences(nbformat.read(source, as_version=4), read)
     if changed:
         raise SystemExit(f"{executed} no longer comes from {source.name} ({'; '.join(changed)}): run it again")
-    for width in WIDTHS:
-        text = nbformat.writes(cleaned(nbformat.read(executed, as_version=4), width))
+    for size in SIZES:
+        text = nbformat.writes(cleaned(nbformat.read(executed, as_version=4), size))
         if len(text.encode()) <= LARGEST:
             break
     else:
-        raise SystemExit(f"{executed}: {len(text.encode()):,} bytes even with pictures {WIDTHS[-1]} pixels wide")
+        raise SystemExit(f"{executed}: {len(text.encode()):,} bytes even with pictures {SIZES[-1][0]} pixels wide")
     target = folder / source.name
     folder.mkdir(parents=True, exist_ok=True)
     target.write_text(text + "\n", encoding="utf-8")

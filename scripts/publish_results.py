@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from psd_utils import report
+from psd_utils import figures, report
 from psd_utils.errors import PsdError
+from psd_utils.files import read_table
 from psd_utils.pair_controls import read_controls
 
 LARGEST = 300_000
@@ -31,6 +32,11 @@ def main(results: str, target: str) -> None:
         tables["controls"] = pd.concat(controls, ignore_index=True)
         ladder = tables["controls"]["analysis"] == "ladder"
         tables["ladders"] = report.ladders_table(tables["controls"][ladder]).reset_index()
+    profiles = [
+        figures.profile_table(read_table(study.path / "loss_profile.parquet")).assign(pair=study.pair.name)
+        for study in studies
+    ]
+    tables["profiles"] = pd.concat(profiles, ignore_index=True)
     verdicts = report.verdict_table(recovery, tables.get("controls"))
     tables["verdicts"] = verdicts.reset_index()
     for name, table in tables.items():

@@ -182,7 +182,7 @@ def ladders_figure(controls: pd.DataFrame) -> Figure:
         return words(figure, axes, "no pair has a ladder with shares: run 03_controls", "The ladder")
     rungs = list(rows.drop_duplicates("correction")["correction"])
     sizes = rows.drop_duplicates("correction").set_index("correction")["parameters"].astype(float)
-    width = 2.9 + 1.75 * len(pairs)
+    width = max(6.6, 2.9 + 1.75 * len(pairs))
     figure, panels = new_figure(width, 1.5 + 0.24 * len(rungs), columns=len(pairs), sharex=True, sharey=True)
     with matplotlib.rc_context(STYLE):
         for ax, pair in zip(panels, pairs, strict=True):
@@ -198,6 +198,7 @@ def ladders_figure(controls: pd.DataFrame) -> Figure:
         labels = [f"{rung_label(str(name))} ({sizes[name]:,.0f})" for name in reversed(rungs)]
         panels[0].set_yticks(range(len(rungs)), labels)
         panels[0].set_ylim(-0.6, len(rungs) - 0.4)
+        panels[0].set_xlim(left=min(-0.05, panels[0].get_xlim()[0]))
         panels[len(pairs) // 2].set_xlabel("symmetric share of the gap (fraction; bars: 95 % interval)")
         title = "Share of the gap that ever richer output-layer corrections give back (in brackets: parameters)"
         figure.suptitle(title if len(pairs) > 2 else "Share given back, rung by rung", x=0.01, ha="left", fontsize=10)
