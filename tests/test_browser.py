@@ -12,8 +12,9 @@ from browser import ARTEFACTS, Lab, OpenNotebook, Seen, browser_page, check_offl
 from conftest import REPOSITORY
 from playwright.sync_api import Locator, Page
 
-from psd_utils.exploration import Choice, Exploration, Reading
+from psd_utils.exploration import Exploration
 from psd_utils.html_report import write_report
+from psd_utils.readings import Choice, Reading
 from psd_utils.study import Study
 
 EXPLORER_OF_05 = """from psd_utils.spurious.explorer import Explorer

@@ -18,7 +18,7 @@ ORDER = """
     controls parts worlds known_answers ladder_problem ladder refitted_head fit_records settings
     study sensitivity control_steps pair_controls export release limits drawing decision
     study_figures overview_figures profile_figures figures control_figures report
-    control_report pictures html_report notebook calibration surface subsample smaller_set exploration
+    control_report pictures html_report notebook calibration surface subsample smaller_set readings exploration
     explorer_figures document_view live_plots widgets distributed plan sweep progress
 """.split()
 """The modules from the top down; each may import only from those before it (DESIGN §4, with the small ones added)."""

@@ -20,11 +20,12 @@ from psd_utils.calibration import reliability
 from psd_utils.capture import TextStates
 from psd_utils.document_view import COLOURINGS, MOST_TOKENS, SORTS, bias_html, document_html, ordered_biases
 from psd_utils.errors import PsdError
-from psd_utils.exploration import Choice, Exploration
+from psd_utils.exploration import Exploration
 from psd_utils.fit import fit_correction
 from psd_utils.head import OutputModel
 from psd_utils.kernels import head_statistics
 from psd_utils.kernels.reference import logits as reference_logits
+from psd_utils.readings import Choice
 from psd_utils.recovery import recovery_table
 from psd_utils.smaller_set import refit, smaller
 from psd_utils.study import Study
@@ -303,6 +304,16 @@ def test_the_base_has_neither_gap_nor_share(exploration: Exploration) -> None:
     assert not math.isnan(reading.loss)
 
 
+@pytest.mark.parametrize("choice", [Choice(), Choice(kind="bias", top_k=16), Choice(temperature=1.5, strength=0.2)])
+def test_random_damage_stands_beside_every_share_at_its_own_fitted_values(
+    exploration: Exploration, choice: Choice
+) -> None:
+    reading = exploration.reading(choice)
+    own = exploration.reading(Choice("damaged-0", choice.kind, choice.top_k))
+    assert reading.damage_share == own.share
+    assert "share of random damage" in set(reading.table()["quantity"])
+
+
 def test_without_a_gap_the_share_is_undefined_in_words_and_pictures(exploration: Exploration) -> None:
     swapped = replace(exploration.subsample)
     models = exploration.subsample.models
@@ -312,7 +323,8 @@ def test_without_a_gap_the_share_is_undefined_in_words_and_pictures(exploration:
     assert reading.gap.value == pytest.approx(-exploration.reading(Choice()).gap.value)
     assert math.isnan(reading.share.value)
     assert "nothing to recover" in explorer.readouts.value
-    assert explorer.plots._values.x.tolist() == [explorer.exploration.study_share(Choice()).value]
+    assert explorer.plots._values.x[0] == explorer.exploration.study_share(Choice()).value
+    assert 2 not in explorer.plots._values.y
     assert explorer.figure().axes[2].get_title("left") == "Share given back: undefined"
 
 

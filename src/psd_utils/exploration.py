@@ -1,7 +1,6 @@
 """The numbers behind the explorer's pictures: what a model and a correction give on the subsample of `eval`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -10,10 +9,11 @@ import pandas as pd
 import torch
 from scipy.optimize import minimize_scalar
 
-from .calibration import Reliability, reliability
-from .correction import FITTED_BIAS_KINDS, KINDS, Correction
+from .calibration import reliability
+from .correction import FITTED_BIAS_KINDS, KINDS
 from .drawing import correction_label, floats
 from .errors import PsdError, nearest
+from .readings import Choice, Fitted, Interval, Reading
 from .recovery import resample_counts
 from .smaller_set import refit
 from .study import Study
@@ -25,91 +25,8 @@ N_RESAMPLES = 2000
 OF_A_SET = ("prior_ratio", "bias", "bias_temperature")
 """The kinds whose set can be made smaller."""
 
+_DAMAGED = "damaged-0"
 _CURVE = torch.from_numpy(np.geomspace(*TEMPERATURES, 61))
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What is looked at: a member under a kind of correction, fitted on a set of `top_k` ids (None: the study's set).
-
-    `temperature` and `strength` set by hand replace the fitted T and the full bias; None stands for the fitted ones.
-    """
-
-    member: str = "derived"
-    kind: str = "bias_temperature"
-    top_k: int | None = None
-    temperature: float | None = None
-    strength: float | None = None
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A value with its 95 % percentile bootstrap interval over documents; NaN and a `reason` where undefined."""
-
-    value: float
-    low: float = np.nan
-    high: float = np.nan
-    reason: str = ""
-
-
-@dataclass(frozen=True, eq=False)
-class Fitted:
-    """A member's correction of a kind on the subsample: `token_loss` [N] is its loss at the fitted values, nats."""
-
-    correction: Correction
-    surface: Surface
-    token_loss: torch.Tensor
-    origin: str
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What is shown for a choice; losses in nats per token, on N tokens of `eval`.
-
-    `by_hand` says that T or strength are not the fitted ones. `curve` float64 [2, A] holds temperatures and losses at
-    this strength, `best_temperature` and `best_loss` its optimum. `token_loss`, `token_lost` (derived minus base,
-    uncorrected) and `token_given_back` (this member, uncorrected minus corrected) are float32 [N].
-    """
-
-    choice: Choice
-    fitted: Fitted
-    temperature: float
-    strength: float
-    by_hand: bool
-    loss: float
-    uncorrected: float
-    base_uncorrected: float
-    gap: Interval
-    share: Interval
-    reliability: Reliability
-    curve: np.ndarray
-    best_temperature: float
-    best_loss: float
-    token_loss: np.ndarray
-    token_lost: np.ndarray
-    token_given_back: np.ndarray
-
-    @property
-    def origin(self) -> str:
-        """Where the values come from, in words."""
-        if self.by_hand:
-            return "set by hand while looking at eval: an illustration, not a result"
-        return self.fitted.origin
-
-    def table(self) -> pd.DataFrame:
-        """Return the numbers that the explorer shows: `quantity`, `value`, `low`, `high`, `note`."""
-        gap, share, bins = self.gap, self.share, self.reliability
-        rows: list[tuple[Any, ...]] = [
-            ("temperature T", self.temperature, np.nan, np.nan, ""),
-            ("bias strength", self.strength, np.nan, np.nan, ""),
-            ("loss", self.loss, np.nan, np.nan, "nats per token"),
-            ("loss, uncorrected", self.uncorrected, np.nan, np.nan, "nats per token"),
-            ("gap to the base", gap.value, gap.low, gap.high, gap.reason or "nats per token, uncorrected"),
-            ("symmetric share", share.value, share.low, share.high, share.reason),
-            ("calibration error", bins.error, np.nan, np.nan, "expected, 15 bins"),
-            ("best T at this strength", self.best_temperature, np.nan, np.nan, f"loss {self.best_loss:.4f}"),
-        ]
-        return pd.DataFrame(rows, columns=["quantity", "value", "low", "high", "note"])
 
 
 class Exploration:
@@ -128,6 +45,7 @@ class Exploration:
         drawn = resample_counts(len(keys), N_RESAMPLES, study.summary["settings"]["seed"])
         self._resampled = drawn[:, np.argsort(np.argsort(keys))]
         self._fitted = lru_cache(maxsize=64)(self._find)
+        self._damage = lru_cache(maxsize=64)(self._damage_share)
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -204,6 +122,7 @@ class Exploration:
             base_uncorrected=_mean(plain["base"]),
             gap=gap,
             share=share,
+            damage_share=self._damage(choice.kind, choice.top_k),
             reliability=reliability(at.confidence.numpy(), at.correct.numpy()),
             curve=curve.numpy(),
             best_temperature=best,
@@ -235,6 +154,13 @@ class Exploration:
             return found, Interval(np.nan, reason="nothing to recover: the gap's interval reaches 0 or below")
         kept = drawn[drawn[:, 1] > 0]
         return found, Interval(gain / gap, *np.percentile(kept[:, 2] / kept[:, 1], (2.5, 97.5)))
+
+    def _damage_share(self, kind: str, top_k: int | None) -> Interval:
+        if _DAMAGED not in self.members or kind not in self.kinds(_DAMAGED):
+            return Interval(np.nan, reason="no damaged model has this correction")
+        plain = {member: self.subsample.models[member].losses["none"] for member in self.members}
+        given_back = plain[_DAMAGED] - self.fitted(_DAMAGED, kind, top_k).token_loss
+        return self._shares(Choice(_DAMAGED, kind, top_k), plain, given_back)[1]
 
     @cached_property
     def _tokens(self) -> np.ndarray:

@@ -5,11 +5,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from .drawing import COLOURS, MARKERS, STYLE, draw_member, draw_point, new_figure
-from .exploration import Interval, Reading
+from .readings import Interval, Reading
 
 
 def reading_figure(reading: Reading, in_words: str, study_share: Interval) -> Figure:
-    """Draw a reading: loss over T, the reliability diagram, and the share beside that of the whole study."""
+    """Draw a reading: loss over T, reliability, and the share beside those of random damage and of the study."""
     figure, (loss, bins, share) = new_figure(10.0, 3.3, columns=3)
     member = reading.choice.member.partition("-")[0]
     with matplotlib.rc_context(STYLE):
@@ -34,10 +34,11 @@ def reading_figure(reading: Reading, in_words: str, study_share: Interval) -> Fi
         bins.set_ylabel("how often it is the next one")
         bins.set_title(f"Calibration: error {found.error:.4f}")
         draw_point(share, study_share.value, 0, study_share.low, study_share.high, "0.35", "study", "x")
-        here = reading.share
-        draw_member(share, member, here.value, 1, here.low, here.high, "here")
-        share.set_yticks([0, 1], ["study,\nall of eval", "shown\nhere"])
-        share.set_ylim(-0.6, 1.6)
+        here, damage = reading.share, reading.damage_share
+        draw_member(share, "damaged", damage.value, 1, damage.low, damage.high, "random damage")
+        draw_member(share, member, here.value, 2, here.low, here.high, "here")
+        share.set_yticks([0, 1, 2], ["study,\nall of eval", "random\ndamage", "shown\nhere"])
+        share.set_ylim(-0.6, 2.6)
         share.axvline(0.0, color="0.4", linewidth=0.8)
         share.set_xlabel("symmetric share of the gap")
         share.set_title("Share given back: " + (f"{here.value:.3f}" if np.isfinite(here.value) else "undefined"))

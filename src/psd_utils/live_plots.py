@@ -7,7 +7,7 @@ from matplotlib.colors import to_hex
 from matplotlib.ticker import MaxNLocator
 
 from .drawing import COLOURS
-from .exploration import Interval, Reading
+from .readings import Interval, Reading
 
 _COLOURS = {member: to_hex(colour) for member, colour in COLOURS.items()}
 _GREY = "#595959"
@@ -45,10 +45,10 @@ class LivePlots:
             bq.Axis(scale=y, orientation="vertical", label="how often it is next", **_FIFTHS, label_offset="35px"),
             "psd-calibration-plot",
         )
-        x, y = bq.LinearScale(), bq.LinearScale(min=-0.6, max=1.6)
+        x, y = bq.LinearScale(), bq.LinearScale(min=-0.6, max=2.6)
         self._bars = bq.Lines(scales={"x": x, "y": y}, stroke_width=2, colors=[_GREY])
         self._values = bq.Scatter(scales={"x": x, "y": y}, default_size=90)
-        zero = bq.Lines(x=[0, 0], y=[-0.6, 1.6], scales={"x": x, "y": y}, colors=[_GREY], stroke_width=1)
+        zero = bq.Lines(x=[0, 0], y=[-0.6, 2.6], scales={"x": x, "y": y}, colors=[_GREY], stroke_width=1)
         self._shares = bq.Axis(scale=x, label="share of the gap", tick_format=".2f")
         self.share = self._figure(
             "Symmetric share, 95 % interval",
@@ -57,8 +57,8 @@ class LivePlots:
             bq.Axis(
                 scale=y,
                 orientation="vertical",
-                tick_values=[0, 1],
-                tick_labels={"0": "study", "1": "here"},
+                tick_values=[0, 1, 2],
+                tick_labels={"0": "study", "1": "damage", "2": "here"},
                 grid_lines="none",
             ),
             "psd-share-plot",
@@ -66,7 +66,7 @@ class LivePlots:
         self.view = widgets.HBox([self.loss, self.calibration, self.share], layout=widgets.Layout(flex_flow="row wrap"))
 
     def draw(self, reading: Reading, study_share: Interval) -> None:
-        """Show a reading, and the share of the whole study beside it."""
+        """Show a reading; beside its share, that of random damage and that of the whole study."""
         colour = _COLOURS[reading.choice.member.partition("-")[0]]
         with self._curve.hold_sync():
             self._curve.x, self._curve.y = reading.curve
@@ -80,7 +80,7 @@ class LivePlots:
         with self._bins.hold_sync():
             self._bins.x, self._bins.y = found.confidence[filled], found.accuracy[filled]
             self._bins.size, self._bins.colors = found.counts[filled], [colour]
-        pairs = [(0, study_share, _GREY), (1, reading.share, colour)]
+        pairs = [(0, study_share, _GREY), (1, reading.damage_share, _COLOURS["damaged"]), (2, reading.share, colour)]
         shown = [(y, share, c) for y, share, c in pairs if np.isfinite(share.value)]
         _place(self._values, [share.value for _, share, _ in shown], [y for y, _, _ in shown], [c for *_, c in shown])
         self._shares.tick_values = _ticks(0.0, *(end for _, share, _ in shown for end in (share.low, share.high)))

@@ -15,9 +15,10 @@ from matplotlib.figure import Figure
 
 from .document_view import COLOURINGS, SORTS, bias_html, document_html, ordered_biases
 from .drawing import correction_label
-from .exploration import OF_A_SET, TEMPERATURES, Choice, Exploration, Reading
+from .exploration import OF_A_SET, TEMPERATURES, Exploration
 from .explorer_figures import reading_figure
 from .live_plots import LivePlots
+from .readings import Choice, Reading
 from .study import Study
 
 _OWN_SET = 0  # a menu shows nothing for None
