@@ -399,12 +399,14 @@ def test_a_sweep_killed_again_and_again_ends_with_the_tables_of_one_that_never_w
 def test_a_bad_revision_fails_alone_and_the_shared_base_is_scored_all_the_same(tmp_path):
     base, derived = (str(REPOSITORY / "data" / "demo" / name) for name in ("base", "math"))
     pairs = {
-        "wrong": {"base": base, "derived": derived, "derived_revision": "abc", "text": "demo_prose"},
-        "tiny_code": {"text": "demo_prose", "dtype": "float32"},
+        "wrong": {"base": base, "derived": derived, "derived_revision": "abc"},
+        "tiny_code": None,
     }
+    common = TINY | {"text": "demo_prose", "dtype": "float32"}
     out = tmp_path / "out"
-    status, printed = run_sweep(write_pairs(tmp_path / "p.yaml", pairs, **TINY), out, "--no-controls")
+    status, printed = run_sweep(write_pairs(tmp_path / "p.yaml", pairs, **common), out, "--no-controls")
     assert status != 0
+    assert len(list((out / "sweep" / "status").glob("score-base-*.json"))) == 1
     assert "wrong: failed at score-math" in printed
     assert "is a local folder and has no revisions" in printed
     assert "tiny_code | finished" in (out / "report.md").read_text()
@@ -412,7 +414,7 @@ def test_a_bad_revision_fails_alone_and_the_shared_base_is_scored_all_the_same(t
 
 @pytest.mark.slow
 def test_processes_share_the_scoring_and_the_controls_follow(tmp_path):
-    few = {"n_tokens": 1500, "n_control_seeds": 1, "ladder_tokens": 256, "n_refits": 2}
+    few = {"n_control_seeds": 1, "ladder_tokens": 256, "n_refits": 2}
     pairs = write_pairs(tmp_path / "p.yaml", ["tiny_math"], **TINY | few)
     status, printed = run_sweep(pairs, tmp_path / "out", "--processes", "2")
     assert status == 0, printed

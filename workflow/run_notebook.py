@@ -70,7 +70,8 @@ def run(command: list[str], threads: int, log: TextIO) -> str | None:
     if status < 0:
         return f"ended by {signal.Signals(-status).name}, as happens when memory or time runs out"
     lines = Path(log.name).read_bytes()[begin:].decode(errors="replace").splitlines()
-    errors = [found[1] for line in lines if (found := _ERROR.match(line.strip()))]
+    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    errors = said[:1] or [found[1] for line in lines if (found := _ERROR.match(line.strip()))]
     if any("DeadKernelError" in line for line in lines):
         return "the kernel died, as happens when memory runs out"
     return (errors or [line for line in lines if line.strip()] or [f"exit status {status}"])[-1][:500]
