@@ -124,7 +124,7 @@ def test_failed_changed_or_too_large_notebooks_are_refused(
     nbformat.write(executed, path)
     with pytest.raises(SystemExit, match="a cell failed: ValueError: no"):
         script.write_copy(path, tmp_path / "out")
-    executed.cells[1].outputs = [V4.new_output("display_data", data={"image/png": picture(480, 1600)})] * 3
+    executed.cells[1].outputs = [V4.new_output("display_data", data={"image/png": picture(480, 1400)})] * 3
     nbformat.write(executed, path)
     with pytest.raises(SystemExit, match="bytes even with pictures 480 pixels wide"):
         script.write_copy(path, tmp_path / "out")
