@@ -253,7 +253,7 @@ def test_facts_of_the_registry_stop_a_run_that_does_not_find_them(pair, tmp_path
         wrong = replace(pair, facts=ModelFacts(**{name: value}))
         with pytest.raises(PsdError, match=f"tokenizer of .*base: the registry expects {name} {value}, found"):
             prepare(wrong, None, 1000)
-    with pytest.raises(PsdError, match="configuration of .*base: the registry expects layers 3, found 2"):
+    with pytest.raises(PsdError, match=r"configuration of .*base: the registry expects layers 3, found 2"):
         prepare(replace(pair, facts=ModelFacts(layers=3)), None, 1000)
     task = prepare(pair, None, 1000)
     for facts, message in (
