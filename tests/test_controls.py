@@ -1,5 +1,6 @@
 """Controls of a pair: matched damage of other kinds, the ladder, sensitivity, and 03_controls as papermill runs it."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from psd_utils import control_steps, controls, pair_controls, sensitivity
 from psd_utils.control_report import control_sentences
 from psd_utils.control_steps import ControlSettings
 from psd_utils.errors import PsdError
+from psd_utils.files import write_json
 from psd_utils.pair_controls import CONTROL_COLUMNS, PairControls, run_controls
 from psd_utils.recovery import LOSS_COLUMNS
 from psd_utils.settings import Settings, resolve_settings
@@ -160,6 +162,7 @@ def test_killed_run_goes_on_after_its_last_finished_step(
 ) -> None:
     copy = replace(study, path=tmp_path / study.path.name)
     copy.path.mkdir()
+    shutil.copy(study.path / "summary.json", copy.path)
     calls: list[str] = []
 
     def fake(stop_at: str) -> Any:
@@ -187,6 +190,41 @@ def test_killed_run_goes_on_after_its_last_finished_step(
     run_controls(copy, settings, SMALL)
     assert calls == ["first", "second", "third", "third"]
     assert not (copy.path / "control_parts").exists()
+
+    def full(path: Path, table: pd.DataFrame) -> None:
+        raise PsdError("no room")
+
+    monkeypatch.setattr(pair_controls, "write_table", full)
+    with pytest.raises(PsdError, match="no room"):
+        run_controls(copy, settings, replace(SMALL, n_refits=3), overwrite=True)
+
+
+def test_replaced_controls_are_never_read_with_the_facts_of_the_earlier(
+    study: psd.Study, done: PairControls, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = replace(study, path=Path(shutil.copytree(study.path, tmp_path / study.path.name)))
+    assert pair_controls.read_controls(copy.path) is not None
+    write = pair_controls.write_table
+
+    def killed_between_tables(path: Path, table: pd.DataFrame) -> None:
+        write(path, table)
+        if path.parent == copy.path:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(pair_controls, "write_table", killed_between_tables)
+    monkeypatch.setattr(pair_controls, "steps", lambda *_: [("ladder", lambda: done.losses)])
+    monkeypatch.setattr(pair_controls, "_rung_facts", lambda _: pd.DataFrame({"correction": []}))
+    with pytest.raises(KeyboardInterrupt):
+        run_controls(copy, settings, replace(SMALL, n_refits=3), overwrite=True)
+    assert pair_controls.read_controls(copy.path) is None
+
+
+def test_controls_are_not_written_beside_another_study(study: psd.Study, settings: Settings, tmp_path: Path) -> None:
+    copy = replace(study, path=tmp_path / study.path.name)
+    copy.path.mkdir()
+    write_json(copy.path / "summary.json", {**study.summary, "settings_sha256": "another"})
+    with pytest.raises(PsdError, match="now holds a study with other settings"):
+        run_controls(copy, settings, SMALL)
 
 
 def test_in_sample_shares_are_those_of_the_fit_split(done: PairControls, study: psd.Study) -> None:

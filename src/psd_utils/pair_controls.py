@@ -61,7 +61,8 @@ def run_controls(
     for a pair is left out, with its reason in `facts["refused"]`. A killed run goes on after its last finished step.
 
     Raises:
-        PsdError: the folder holds controls of other settings while `overwrite` is False; or a fit cannot be certified.
+        PsdError: the folder holds controls of other settings while `overwrite` is False, or by now another study; a
+            table cannot be written; or a fit cannot be certified.
     """
     chosen = control_settings or ControlSettings()
     values = {"study": study.summary["settings_sha256"], "code_version": __version__, **asdict(chosen)}
@@ -75,10 +76,17 @@ def run_controls(
                 return done
             if not overwrite:
                 raise PsdError(f"{study.path} holds controls of other settings; give overwrite=True to replace them")
+        _check_current(study)
         _compute(study, settings, chosen, {"settings": values, "settings_sha256": digest})
         written = read_controls(study.path)
     assert written is not None
     return written
+
+
+def _check_current(study: Study) -> None:
+    """Check that the folder still holds this study: another run may have replaced it in the meantime."""
+    if read_json(study.path / "summary.json").get("settings_sha256") != study.summary["settings_sha256"]:
+        raise PsdError(f"{study.path} now holds a study with other settings; load it and run its controls anew")
 
 
 def _compute(study: Study, settings: Settings, chosen: ControlSettings, described: dict[str, Any]) -> None:
@@ -101,17 +109,20 @@ def _compute(study: Study, settings: Settings, chosen: ControlSettings, describe
             path = own / f"{sha256_of_json(name)[:16]}.parquet"
             if not path.is_file():
                 try:
-                    write_table(path, make())
+                    made = make()
                 except PsdError as error:
                     refused[name.partition(", seed ")[0]] = str(error)
                     _LOG.info("left out, %s: %s", name, error)
                     continue
+                write_table(path, made)  # a full disk stops the run, and is no property of the pair
             frames.append(read_table(path))
     rows = pd.concat(frames, ignore_index=True)
     losses = typed(rows[list(LOSS_COLUMNS)])
     table = _table(study, losses, _rung_facts(rows), chosen.n_resamples, settings.seed)
     left_out = sensitivity.left_out(pair, pair.set_of(settings.top_k), corrections_of(study, pair))
     facts = described | {"refused": refused, "refit": _refit(study, pair, settings, chosen, refused)}
+    _check_current(study)
+    (study.path / "controls.json").unlink(missing_ok=True)  # of the controls that are replaced: it vouches for them
     write_table(study.path / "controls_losses.parquet", losses)
     write_table(study.path / "left_out.parquet", left_out)
     write_table(study.path / "controls.parquet", table)
