@@ -279,6 +279,19 @@ def test_killed_study_resumes_and_ends_with_the_same_bytes(pair: psd.Pair, done:
     assert different == []
 
 
+def test_a_run_clears_its_own_half_written_files_and_no_others(pair: psd.Pair, done: psd.Study) -> None:
+    own = [done.path / name for name in (".losses.parquet.1.tmp", "parts/.base.parquet.1.tmp")]
+    others = [done.path / name for name in (".controls_losses.parquet.1.tmp", "explorer/.base.safetensors.1.tmp")]
+    others[1].parent.mkdir(exist_ok=True)
+    for path in (*own, *others):
+        path.touch()
+    psd.run_study(pair, out_dir=done.path.parent, **OPTIONS)
+    assert not any(path.exists() for path in own)
+    for path in others:
+        path.unlink()
+    others[1].parent.rmdir()
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("n_tokens", 0), ("top_k", -1), ("seed", 1.5), ("n_damage_seeds", True), ("n_resamples", 5)]
 )

@@ -33,6 +33,8 @@ _LOG = logging.getLogger(__name__)
 
 SET_KINDS = tuple(kind for kind in KINDS if kind != "bias_all")
 
+_WRITTEN = ("losses", "loss_profile", "recovery", "tokens", "summary")
+
 
 @dataclass(frozen=True)
 class Study:
@@ -159,8 +161,10 @@ def _describe(settings: Settings, task: ScoringTask) -> dict[str, Any]:
 
 def _claim(folder: Path, described: dict[str, Any], overwrite: bool) -> None:
     """Make the folder this run's: refuse another run's results unless `overwrite` says so."""
-    for leftover in folder.rglob(".*.tmp"):
-        leftover.unlink()  # of a run that was killed while writing; the lock says that no other is at work here
+    # of a run that was killed while writing; controls and the explorer, which may be at work, have other files
+    for pattern in (*(f".{name}.*.tmp" for name in _WRITTEN), "parts/.*.tmp", "corrections/.*.tmp"):
+        for leftover in folder.glob(pattern):
+            leftover.unlink()
     summary = folder / "summary.json"
     earlier: dict[str, Any] = {}
     if summary.is_file() and not overwrite:
