@@ -72,6 +72,10 @@ def test_decision_without_a_gap_or_without_damage_says_so() -> None:
     assert "no share is defined (nothing to recover" in decide(nothing).steps[0]
     alone = decide(one_pair(damage_share=None, excess_share=None, excess_low=None, excess_high=None))
     assert alone.verdict.endswith("; not compared with damage")
+    one_seed = decide(one_pair(n_damage_seeds=1, **ABOVE), ladder(0.7, 0.6).assign(damage_share=None))
+    assert one_seed.verdict.endswith("; not compared with damage")
+    assert "run more" in one_seed.steps[2]
+    assert "70.0% (no matched damage)" in one_seed.steps[3]
 
 
 class Page(HTMLParser):

@@ -6,6 +6,7 @@ from typing import Any
 import pandas as pd
 
 from .control_figures import control_label
+from .decision import best_rung, share_beside_damage
 from .drawing import correction_label, rung_label
 from .pair_controls import PairControls
 from .report import _number, _with_interval
@@ -116,9 +117,10 @@ def control_sentences(done: PairControls) -> list[str]:
             said.append(f"{pair}: {control_label(row['control'])}: no share ({row['reason'] or 'no damage'}).")
             continue
         verdict = "does not exceed" if not row["excess_low"] > 0 else "exceeds"
+        seeds = ", by a single damage seed: run more before comparing them" if row["n_damage_seeds"] < 2 else ""
         said.append(
             f"{pair}: the share of bias and temperature, {row['symmetric_share']:.1%}, {verdict} that of damage by "
-            f"{control_label(row['control'])}, {row['damage_share']:.1%}."
+            f"{control_label(row['control'])}, {row['damage_share']:.1%}{seeds}."
         )
     said += _ladder_sentence(pair, table)
     refit: Mapping[str, Any] | None = done.facts["refit"]
@@ -132,11 +134,10 @@ def control_sentences(done: PairControls) -> list[str]:
 
 
 def _ladder_sentence(pair: str, table: pd.DataFrame) -> list[str]:
-    rows = table[(table["analysis"] == "ladder") & table["symmetric_share"].notna() & (table["correction"] != "none")]
-    if rows.empty:
+    best = best_rung(table)
+    if best is None:
         return []
-    best = rows.sort_values("symmetric_share").iloc[-1]
     return [
-        f"{pair}: the rung that gives back most is {rung_label(best['correction'])}, {best['symmetric_share']:.1%} of "
+        f"{pair}: the rung that gives back most is {rung_label(best['correction'])}, {share_beside_damage(best)} of "
         f"the gap; {1 - best['symmetric_share']:.1%} is out of reach of every output-layer correction tried here."
     ]

@@ -53,7 +53,7 @@ def decide(recovery: pd.DataFrame, controls: pd.DataFrame | None = None) -> Deci
     steps.append(f"Bias and temperature give back {row['symmetric_share']:.1%} ({interval}): {grade} fixable so.")
     shift, step = _against_damage(row)
     steps.append(step)
-    best = _best_rung(controls)
+    best = best_rung(controls)
     if best is None:
         verdict = f"{grade} fixable by a fixed bias and temperature"
         steps.append("The ladder was not run: whether a richer output layer would reach more is not known.")
@@ -80,6 +80,9 @@ def _against_damage(row: pd.Series) -> tuple[str, str]:
     if pd.isna(row["damage_share"]) or pd.isna(row["excess_low"]):
         why = "without its damage control the share must not be read as a prior shift"
         return "not compared with damage", f"No excess share: {why}."
+    if row["n_damage_seeds"] < 2:
+        why = f"one damage seed, which gives back {row['damage_share']:.1%}, says nothing of how seeds differ: run more"
+        return "not compared with damage", f"No excess share: {why}."
     start = (
         f"Random damage of the same size gives back {row['damage_share']:.1%}; the excess is "
         f"{row['excess_share']:+.1%} ({_interval(row, 'excess')})"
@@ -96,12 +99,19 @@ def _against_damage(row: pd.Series) -> tuple[str, str]:
     return f"bias and temperature give back {compared}", f"{start}: {meaning}."
 
 
-def _best_rung(controls: pd.DataFrame | None) -> pd.Series | None:
+def best_rung(controls: pd.DataFrame | None) -> pd.Series | None:
+    """Return the row of controls.parquet of the rung that gives back most, or None where no rung has a share."""
     if controls is None:
         return None
     rows = controls[(controls["analysis"] == "ladder") & (controls["correction"] != "none")]
     rows = rows[rows["symmetric_share"].notna()]
     return None if rows.empty else rows.sort_values("symmetric_share").iloc[-1]
+
+
+def share_beside_damage(row: pd.Series) -> str:
+    """Return a symmetric share in words, with that of the matched damage."""
+    damage = "no matched damage" if pd.isna(row["damage_share"]) else f"matched damage: {row['damage_share']:.1%}"
+    return f"{row['symmetric_share']:.1%} ({damage})"
 
 
 def _up_the_ladder(best: pd.Series, share: float) -> tuple[str, str]:
@@ -110,8 +120,7 @@ def _up_the_ladder(best: pd.Series, share: float) -> tuple[str, str]:
     verdict = f"{grade} fixable at the output layer"
     if grade != "hardly" and top >= OTHER_FORM * share:
         verdict += ", but not by a bias on the set and a temperature"
-    damage = "" if pd.isna(best["damage_share"]) else f" (matched damage: {best['damage_share']:.1%})"
     return verdict, (
-        f"The best rung of the ladder, {rung_label(str(best['correction']))}, gives back {top:.1%}{damage}; no "
-        f"output-layer correction tried here reaches the other {1 - top:.1%}."
+        f"The best rung of the ladder, {rung_label(str(best['correction']))}, gives back {share_beside_damage(best)}; "
+        f"no output-layer correction tried here reaches the other {1 - top:.1%}."
     )
