@@ -271,6 +271,17 @@ def test_where_new_facts_stay_known_the_comparison_is_at_the_same_step() -> None
     assert beyond["coarse"].iloc[0]
 
 
+def test_a_removal_counts_only_beside_its_random_control() -> None:
+    path = [("base", 0, "trained", 0.0, 1.0), ("a", 1, "trained", 0.2, 0.6), ("b", 2, "trained", 0.4, 0.2)]
+    removed, control = ("b", 2, "remove_1", 0.3, 0.9), ("b", 2, "random_1", 0.3, 0.5)
+    beside = verdict._best_edit(verdict.equal_recall(curves([*path, removed, control])), 1.0, verdict.RULE)
+    assert (beside["edit"], beside["edit_gain"]) == ("remove_1", pytest.approx(0.5))
+    assert beside["control_gain"] == pytest.approx(0.1)
+    out_of_reach = ("b", 2, "random_1", 0.5, 0.5)
+    alone = verdict._best_edit(verdict.equal_recall(curves([*path, removed, out_of_reach])), 1.0, verdict.RULE)
+    assert alone["edit"] is None
+
+
 EVIDENCE = {
     "facts": 100, "known": 1.0, "now": 0.4, "loss": 0.6, "loss_se": 0.05, "choice_known": 1.0, "choice_now": 0.9,
     "new_now": 0.8, "removed_one": 0.5, "removed_relation": 0.5, "edit": None, "edit_gain": math.nan,

@@ -146,16 +146,16 @@ def gather(
 
 
 def _best_edit(equal: pd.DataFrame, known: float, rule: Rule) -> dict[str, Any]:
-    """The removal that brings most back, among those that may be compared."""
+    """The removal that brings most back, among those that may be compared, each with its random control."""
     best: dict[str, Any] = {"edit": None, "edit_gain": math.nan, "control_gain": math.nan, "edit_loss": math.nan}
     usable = {row["edit"]: row for row in equal.to_dict("records") if not row["coarse"]}
     for name, row in usable.items():
         kind, rank = name.rsplit("_", 1)
         loss = known - row["old_trained"]
-        if kind != "remove" or not loss >= rule.least_loss:
+        control = usable.get(f"random_{rank}")
+        if kind != "remove" or control is None or not loss >= rule.least_loss:
             continue
-        control = usable[f"random_{rank}"]["gain"] if f"random_{rank}" in usable else 0.0
-        found = {"edit": name, "edit_gain": row["gain"], "control_gain": control, "edit_loss": loss}
+        found = {"edit": name, "edit_gain": row["gain"], "control_gain": control["gain"], "edit_loss": loss}
         if best["edit"] is None or _edit_share(found) > _edit_share(best):
             best = found
     return best
