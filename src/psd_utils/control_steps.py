@@ -69,13 +69,10 @@ def corrections_of(study: Study, pair: PairModels) -> dict[str, dict[str, Correc
     }
 
 
-def _seed(settings: Settings, index: int) -> int:
-    return settings.seed * 1_000_003 + index
-
-
 def with_damage(pair: PairModels, base_loss: float, gap: float, settings: Settings) -> PairModels:
     """Return the pair with its base damaged by matched noise on the head, by the first seed."""
-    damage = controls.matched_head_noise(pair.base, base_loss, gap, _seed(settings, 0), pair.tokenizer_length)
+    seed = controls.damage_seed(settings.seed, 0)
+    damage = controls.matched_head_noise(pair.base, base_loss, gap, seed, pair.tokenizer_length)
     return replace(pair, damaged=damage.model)
 
 
@@ -99,8 +96,9 @@ def steps(
         together = torch.cat([ids, special]).unique()
         yield "specials allowed", partial(sensitivity.with_set, pair, together, "specials allowed")
     yield "penalties", partial(sensitivity.penalties, pair, ids)
-    for fraction in sensitivity.FRACTIONS:
-        yield f"{fraction:g} of fit", partial(sensitivity.with_fraction, pair, top_k, fraction)
+    for amount in sensitivity.amounts(pair):
+        setting = f"fit_tokens={amount}"
+        yield setting, partial(sensitivity.with_amount, pair, top_k, amount, setting)
     if chosen.second_text:
         yield from _second_text(study, pair, settings, f"text={chosen.second_text}", chosen.second_text)
 
@@ -108,7 +106,7 @@ def steps(
 def _damage(study: Study, pair: PairModels, settings: Settings, control: str, index: int) -> pd.DataFrame:
     """Return loss rows of a model damaged otherwise than by noise on the head."""
     base_loss, gap = fit_gap(study)
-    seed = _seed(settings, index)
+    seed = controls.damage_seed(settings.seed, index)
     if control == "hidden_noise":
         damage = controls.matched_hidden_noise(pair.base, base_loss, gap, seed)
     else:

@@ -30,6 +30,11 @@ class Damage:
     fit_gap: float
 
 
+def damage_seed(seed: int, index: int) -> int:
+    """Return the seed of a run's damaged model number `index`; those of runs with other seeds are others."""
+    return seed * 1_000_003 + index
+
+
 def matched_head_noise(
     base: OutputModel, base_loss: float, gap: float, seed: int, n_real_rows: int | None = None
 ) -> Damage:

@@ -258,7 +258,7 @@ def _damaged(
     if not gap > 0:
         _LOG.info("no damaged models: the gap on fit is %.4g nats per token", gap)
         return None
-    seed = settings.seed * 1_000_003 + int(label.rsplit("-", 1)[1])
+    seed = controls.damage_seed(settings.seed, int(label.rsplit("-", 1)[1]))
     return controls.matched_head_noise(base, base_loss, gap, seed, task.tokenizer_length)
 
 

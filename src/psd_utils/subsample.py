@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .capture import Capture, TextStates, open_capture
-from .controls import with_head_noise
+from .controls import damage_seed, with_head_noise
 from .correction import Correction
 from .devices import choose_device
 from .errors import PsdError
@@ -185,7 +185,7 @@ def _sampled_model(study: Study, captures: Mapping[str, Capture], member: str, l
     model = OutputModel.of(capture, choose_device("auto", None).device, settings["mask_padding"])
     model = replace(model, splits={s: sampled_states(model.splits[s], n) for s, n in TOKENS.items()})
     if member.startswith("damaged"):
-        seed = settings["seed"] * 1_000_003 + int(member.rsplit("-", 1)[1])
+        seed = damage_seed(settings["seed"], int(member.rsplit("-", 1)[1]))
         model = with_head_noise(model, study.summary["fits"][member]["none"]["noise_sd"], seed, length)
     return model
 
