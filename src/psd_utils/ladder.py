@@ -50,7 +50,6 @@ class Rung:
     status: str
     evaluations: int
     gradient_norm: float
-    fit_loss: float
     losses: Callable[[str], torch.Tensor]
 
 
@@ -92,7 +91,7 @@ def _correction_rungs(model: OutputModel, ids: torch.Tensor, kinds: Sequence[str
 
         size = 1 if kind == "temperature" else ids.numel() + (kind == "bias_temperature")
         penalty = None if kind == "temperature" else chosen.fit.penalty
-        ends = (chosen.selected_none, record.status, record.iterations, record.gradient_norm, record.loss)
+        ends = (chosen.selected_none, record.status, record.iterations, record.gradient_norm)
         rungs.append(Rung(kind, size, True, penalty, *ends, losses))
     return rungs
 
@@ -114,11 +113,8 @@ def finished_rung(
             return exact_losses(model.splits[split], model.head, model.readout)
         return losses_of(split, end.x)
 
-    fit_loss = float(losses_of("fit", end.x).mean())
     convex = convex and model.readout.softcap is None
-    return Rung(
-        name, parameters, convex, penalty, none, end.status, end.evaluations, end.gradient_norm, fit_loss, losses
-    )
+    return Rung(name, parameters, convex, penalty, none, end.status, end.evaluations, end.gradient_norm, losses)
 
 
 def _scale_rung(model: OutputModel, problem: Problem, moments: Moments, uncorrected: float) -> Rung:
