@@ -18,7 +18,7 @@ TINY_PAIRS := tiny_instruct tiny_dpo tiny_math tiny_math_light tiny_code tiny_an
 export OMP_WAIT_POLICY ?= passive
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install demo test browser lint lab bench results gallery slow-test verify release clean
+.PHONY: install demo test browser lint lab bench results gallery sweep slow-test verify release clean
 
 install: $(VENV)/.installed
 

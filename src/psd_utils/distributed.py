@@ -175,7 +175,7 @@ def fit_together(statistics: HeadStatistics, kind: str = "bias_temperature", pen
 def _arguments(argv: Sequence[str] | None) -> Mapping[str, Any]:
     parser = argparse.ArgumentParser(prog="torchrun -m psd_utils.distributed", description="Score a pair together.")
     for name in ("pair", "base", "derived", "base_revision", "derived_revision", "base_adapter", "derived_adapter"):
-        parser.add_argument(f"--{name.replace('_', '-')}", default="")
+        parser.add_argument(f"--{name.replace('_', '-')}")
     parser.add_argument("--text", help="path, hf:// address or registered text; the pair's own if not given")
     parser.add_argument("--n-tokens", type=int)
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")

@@ -24,7 +24,6 @@ from .drawing import (
 )
 
 FOREST_KINDS = ("temperature", "bias", "bias_temperature", "bias_all")
-PUBLISHED_LABEL = "published"
 _TITLES = {
     "temperature": "temperature",
     "bias": "bias",

@@ -139,7 +139,7 @@ def fit_table(summary: Mapping[str, Any]) -> pd.DataFrame:
 def bias_table(study: Study, member: str, kind: str, n: int = 30) -> pd.DataFrame:
     """Return the largest biases with their decoded tokens and how often each is a target in `fit`; empty if none."""
     correction = study.corrections[member, kind]
-    tokenizer = load_tokenizer(locate(study.pair.base))
+    tokenizer = load_tokenizer(locate(study.pair.base, weights=False))
     texts = [repr(tokenizer.decode([i])) for i in correction.ids.tolist()] if tokenizer else []
     capture = study.captures["base"]
     counts = capture.states("fit").targets.bincount(minlength=int(correction.vocabulary or 0))
