@@ -227,6 +227,13 @@ def test_controls_are_not_written_beside_another_study(study: psd.Study, setting
         run_controls(copy, settings, SMALL)
 
 
+def test_a_text_of_few_documents_has_each_amount_once(models: sensitivity.PairModels) -> None:
+    lengths = models.base.splits["fit"].lengths.cumsum(0).tolist()
+    assert set(sensitivity.amounts(models)) <= set(lengths)
+    short = models.with_fit(lengths[1])
+    assert sensitivity.amounts(short) == lengths[:2]
+
+
 def test_in_sample_shares_are_those_of_the_fit_split(done: PairControls, study: psd.Study) -> None:
     rows = done.table[done.table["analysis"] == "in-sample"]
     expected = psd.recovery_table(study.losses, n_resamples=200, split="fit").set_index("correction")

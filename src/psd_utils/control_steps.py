@@ -96,8 +96,9 @@ def steps(
         together = torch.cat([ids, special]).unique()
         yield "specials allowed", partial(sensitivity.with_set, pair, together, "specials allowed")
     yield "penalties", partial(sensitivity.penalties, pair, ids)
-    for fraction in sensitivity.FRACTIONS:
-        yield f"{fraction:g} of fit", partial(sensitivity.with_fraction, pair, top_k, fraction)
+    for amount in sensitivity.amounts(pair):
+        setting = f"fit_tokens={amount}"
+        yield setting, partial(sensitivity.with_amount, pair, top_k, amount, setting)
     if chosen.second_text:
         yield from _second_text(study, pair, settings, f"text={chosen.second_text}", chosen.second_text)
 

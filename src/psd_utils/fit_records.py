@@ -9,7 +9,7 @@ import pandas as pd
 from .correction import FITTED_BIAS_KINDS
 from .version import __version__
 
-NOT_DAMAGED = "bias_all is fitted for base and derived only: no damage share"
+NOT_DAMAGED = "bias_all has no damage share here, only in 03_controls (setting top_k=all)"
 NO_DAMAGE = "no damaged models (none were asked for, or there is no gap on fit): no damage share"
 
 FIT_COLUMNS = (

@@ -137,11 +137,17 @@ def penalties(pair: PairModels, ids: torch.Tensor, grid: Sequence[float] = WIDE_
     return pd.concat(frames, ignore_index=True)
 
 
-def with_fraction(pair: PairModels, top_k: int, fraction: float) -> pd.DataFrame:
+def amounts(pair: PairModels) -> list[int]:
+    """Return the amounts of `fit` text to try, in tokens of whole documents, ascending; short texts give few."""
+    total = len(pair.base.splits["fit"].targets)
+    parts = (first_documents(pair.base.splits["fit"], round(total * fraction)) for fraction in FRACTIONS)
+    return sorted({len(part.targets) for part in parts})
+
+
+def with_amount(pair: PairModels, top_k: int, n_tokens: int, setting: str) -> pd.DataFrame:
     """Return loss rows for corrections fitted on the first part of `fit`; the set is chosen from that part, too."""
-    part = pair.with_fit(round(len(pair.base.splits["fit"].targets) * fraction))
-    n = len(part.base.splits["fit"].targets)
-    return with_set(part, part.set_of(top_k), f"fit_tokens={n}")
+    part = pair.with_fit(n_tokens)
+    return with_set(part, part.set_of(top_k), setting)
 
 
 def transferred(pair: PairModels, corrections: Mapping[str, Mapping[str, Correction]], setting: str) -> pd.DataFrame:
