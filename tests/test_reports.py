@@ -78,6 +78,14 @@ def test_decision_without_a_gap_or_without_damage_says_so() -> None:
     assert "70.0% (no matched damage)" in one_seed.steps[3]
 
 
+def test_every_rung_of_every_pair_stands_beside_its_damage() -> None:
+    rows = CONTROLS[CONTROLS["analysis"] == "ladder"].set_index(["correction", "pair"])
+    table = report.ladders_table(rows.reset_index())
+    expected = rows.loc[("head", "tiny_math")]
+    cell = f"{expected['symmetric_share']:.3f} [{expected['symmetric_low']:.3f}, {expected['symmetric_high']:.3f}]"
+    assert table.loc["head fitted anew", "tiny_math"] == f"{cell}; damage {expected['damage_share']:.3f}"
+
+
 class Page(HTMLParser):
     """What a page would load, and its text."""
 

@@ -187,16 +187,19 @@ def verdict_table(recovery: pd.DataFrame, controls: pd.DataFrame | None = None) 
 
 
 def ladders_table(ladder: pd.DataFrame) -> pd.DataFrame:
-    """Return the symmetric share that each rung of the ladder gives back, a row per rung and a column per pair.
+    """Return the symmetric share that each rung of the ladder gives back, beside that of the matched damage.
 
-    `ladder` holds the ladder's rows of controls.parquet of any pairs.
+    A row per rung and a column per pair. `ladder` holds the ladder's rows of controls.parquet of any pairs.
     """
     rows = ladder[ladder["correction"] != "none"]
+    own = _with_interval(rows, "symmetric_share", "symmetric_low", "symmetric_high", 3)
     shown = pd.DataFrame(
         {
             "rung": rows["correction"].map(rung_label),
             "pair": rows["pair"],
-            "share": _with_interval(rows, "symmetric_share", "symmetric_low", "symmetric_high", 3),
+            "share": [
+                f"{share}; damage {_number(damage, 3)}" for share, damage in zip(own, rows["damage_share"], strict=True)
+            ],
         }
     )
     return shown.pivot(index="rung", columns="pair", values="share").loc[list(dict.fromkeys(shown["rung"]))]
