@@ -101,3 +101,5 @@ def test_only_the_tokenizer_is_fetched_to_record_it(tmp_path, make_model, monkey
     locate(Member("org/name"), weights=False)
     assert "*.json" in asked
     assert not any("safetensors" in pattern for pattern in asked)
+    (tmp_path / "abc" / "model.safetensors").unlink()
+    assert locate(Member(str(tmp_path / "abc")), weights=False).identity == {}

@@ -79,7 +79,7 @@ def shape_of(member: Member, facts: ModelFacts) -> Shape:
         PsdError: neither says them.
     """
     if model_folder(member.model) is not None:
-        config = load_config(locate(member))
+        config = load_config(locate(member, weights=False))
         found = widths_of(config)
         rows, tied = getattr(config, "vocab_size", None), bool(getattr(config, "tie_word_embeddings", False))
     else:

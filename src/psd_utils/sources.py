@@ -37,7 +37,7 @@ def locate(member: Member, weights: bool = True) -> Source:
     """Find a member's files, downloading from the hub what is not a local folder.
 
     Only safetensors weights (pickled ones where the model's name asks for them), configurations and tokenizers are
-    taken; `weights=False` leaves out the first.
+    taken; `weights=False` leaves out the first, and gives a local folder no identity: that would read them all.
 
     Raises:
         PsdError: no such folder or repository, or no safetensors weights in it.
@@ -62,7 +62,7 @@ def _locate_one(
     if local is not None:
         if revision:
             raise PsdError(f"{role} {name} is a local folder and has no revisions; leave out {revision!r}")
-        return local, {"content": _content(local, role, pickled)}
+        return local, {"content": _content(local, role, pickled)} if weights else {}
     patterns = [_PICKLED_PATTERN if pickled else _SAFE_PATTERN] if weights else []
     folder, identity = _download(name, revision, role, [*patterns, *_HUB_PATTERNS])
     return folder, identity | ({"weights": "pickled"} if pickled else {})
