@@ -163,11 +163,14 @@ def test_an_earlier_log_is_set_aside_and_a_warning_is_given(
 ) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 0}\n')
+    first = tmp_path / "log.jsonl.earlier"
+    first.write_text("of the run before")
     rule = AlarmRule(least_loss=0.05)
     with caplog.at_level(logging.WARNING, logger="psd_utils"):
         callback = watcher(example, words, path, every=7, rule=rule)
         trainer(example, words, tmp_path, [callback]).train()
-    assert (tmp_path / "log.jsonl.earlier").read_text() == '{"step": 0}\n'
+    assert first.read_text() == "of the run before"
+    assert (tmp_path / "log.jsonl.earlier1").read_text() == '{"step": 0}\n'
     log = read_log(path)
     assert log["step"].tolist() == [0, 7, 14, 21, 24]
     assert callback.alarm is not None

@@ -9,6 +9,7 @@ A run that was killed and resumes from a Trainer checkpoint goes on with its log
 processes (FSDP, DeepSpeed ZeRO-3), whose weights are not whole in any of them.
 """
 
+import itertools
 import json
 import logging
 import os
@@ -84,7 +85,8 @@ class ForgettingCallback(TrainerCallback):
             self._resume(state.global_step)
             return
         if self.path.is_file():
-            aside = self.path.with_name(self.path.name + ".earlier")
+            places = (self.path.with_name(f"{self.path.name}.earlier{n or ''}") for n in itertools.count())
+            aside = next(place for place in places if not place.exists())
             log.warning("Training begins at step 0: the log of an earlier run is now %s", aside)
             os.replace(self.path, aside)
         self.path.parent.mkdir(parents=True, exist_ok=True)
