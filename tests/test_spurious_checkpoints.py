@@ -456,6 +456,8 @@ def test_an_adapter_is_measured_as_peft_itself_predicts(example: Example, asked:
     ("lines", "message"),
     [
         (['{"prompt": "a b", "answer": "c"}', "{"], r"facts.jsonl, line 2: not valid JSON"),
+        (['{"prompt": "a \\ud800 b", "answer": "c"}'], r"facts.jsonl, line 1: half a surrogate pair"),
+        (["[" * 100_000], r"facts.jsonl, line 1: brackets within brackets"),
         (['["a"]'], "line 1: expected an object with prompt and answer, found list"),
         (['{"prompt": "a", "answer": "c", "relations": "x"}'], "unknown key 'relations'"),
         (['{"prompt": "a", "answer": ""}'], "line 1: answer must be text"),
@@ -478,6 +480,21 @@ def test_a_bad_file_of_facts_is_refused_by_line(lines: list[str], message: str, 
     path.write_text("\n".join(lines))
     with pytest.raises(ValueError, match=message):
         read_facts(path)
+
+
+def test_a_text_may_hold_other_line_breaks_and_a_file_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "facts.jsonl"
+    path.write_text(
+        '{"prompt": "a\u2028b\x85", "answer": "c"}\r\n{"prompt": "b", "answer": "d"}\r\n', encoding="utf-8-sig"
+    )
+    assert [fact.prompt for fact in read_facts(path)] == ["a\u2028b\x85", "b"]
+
+
+def test_answers_that_all_begin_with_one_token_are_refused(tokenizer: Any) -> None:
+    facts = [Fact("the", "\u2605 one"), Fact("a", "\u2605 two")]
+    with pytest.raises(ValueError, match="2 different answers of the old facts all begin with the token"):
+        encode_facts(facts, tokenizer, "old")
+    assert len(encode_facts([Fact("the", "one"), Fact("a", "one")], tokenizer, "old")) == 2
 
 
 def test_prompts_keep_what_the_tokenizer_puts_before_a_text(words: Any, tokenizer: Any, example: Example) -> None:

@@ -62,7 +62,7 @@ def read_facts(path: str | Path) -> tuple[Fact, ...]:
     """
     path = Path(path).expanduser()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() would cut texts at U+2028 and others
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as a text of facts: {error}. Give JSON lines in UTF-8.") from error
     facts: list[Fact] = []
@@ -89,6 +89,12 @@ def _parse(line: str, where: str) -> Fact:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno}).") from error
+    except RecursionError as error:
+        raise ValueError(f"{where}: brackets within brackets, too deep to be read.") from error
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: half a surrogate pair (\\ud800 to \\udfff alone), which is no text.") from error
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected an object with prompt and answer, found {type(value).__name__}.")
     unknown = sorted(set(value) - set(KEYS))
@@ -174,9 +180,24 @@ def encode_facts(
         else:
             firsts = set(pools[fact.relation].values())
         rivals.append(tuple(sorted(firsts - {answer[0]})))
+    _check_first_tokens(name, {f.answer.strip() for f in facts}, {answer[0] for answer in answers}, tokenizer)
     relations = tuple(sorted({fact.relation or "" for fact in facts}))
     groups = torch.tensor([relations.index(fact.relation or "") for fact in facts])
     return Prompts(name, tuple(facts), tuple(prompts), tuple(answers), tuple(rivals), relations, groups)
+
+
+def _check_first_tokens(name: str, answers: set[str], firsts: set[int], tokenizer: Any) -> None:
+    """Recall is that of first tokens, so one that all answers share would hide every loss.
+
+    Raises:
+        ValueError: different answers, and a single first token.
+    """
+    if len(answers) > 1 and len(firsts) == 1:
+        raise ValueError(
+            f"The {len(answers)} different answers of the {name} facts all begin with the token "
+            f"{tokenizer.decode(list(firsts))!r}, so the first token does not tell whether a fact is known. Move what "
+            "they share into the prompts, or choose another joiner (space_between: False in 06_checkpoints)."
+        )
 
 
 def _cut(fact: Fact, answer: str, tokenizer: Any, joiner: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
