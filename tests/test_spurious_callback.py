@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -183,13 +184,48 @@ def test_an_earlier_log_is_set_aside_and_a_warning_is_given(
     assert changes
 
 
+def state(step: int) -> Any:
+    return SimpleNamespace(global_step=step, is_world_process_zero=True)
+
+
+def test_what_goes_wrong_in_the_middle_does_not_end_the_training(
+    example: Example, words: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run" / "log.jsonl"
+    callback, model = watcher(example, words, path), LlamaForCausalLM.from_pretrained(example.base)
+    callback.on_train_begin(None, state(0), None, model=model)
+    broken = LlamaForCausalLM.from_pretrained(example.base)
+    broken.model.norm.weight.data[:] = torch.nan
+    path.parent.rename(tmp_path / "gone")
+    callback.on_step_end(None, state(4), None, model=model)
+    (tmp_path / "gone").rename(path.parent)
+    callback.on_step_end(None, state(8), None, model=broken)
+    callback.on_step_end(None, state(12), None, model=model)
+    assert read_log(path)["step"].tolist() == [0, 4, 12]
+    said = [r.getMessage() for r in caplog.records if "training goes on" in r.getMessage()]
+    assert [message.split(":")[0] for message in said] == [
+        f"Step {n} is not in the log, and training goes on" for n in (4, 8)
+    ]
+    states = path.with_name("log.jsonl.before.safetensors")
+    states.write_bytes(states.read_bytes()[:40])
+    with pytest.raises(ValueError, match=r"before.safetensors is damaged"):
+        watcher(example, words, path).on_train_begin(None, state(12), None, model=model)
+    with pytest.raises(ValueError, match="cannot be written"):
+        watcher(example, words, states / "log.jsonl").on_train_begin(None, state(0), None, model=model)
+
+
 def test_settings_and_logs_that_mean_nothing_are_refused(example: Example, words: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="every must be at least 1"):
+    with pytest.raises(ValueError, match="every must be a whole number of at least 1"):
         watcher(example, words, tmp_path / "log.jsonl", every=0)
     path = tmp_path / "broken.jsonl"
     path.write_text('{"step": 0}\n{"st\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"broken.jsonl, line 2: not valid JSON"):
         read_log(path)
+    path.write_text('{"step": 0}\n["step"]\n')
+    with pytest.raises(ValueError, match=r"broken.jsonl, line 2: no row of this log"):
+        read_log(path)
+    with pytest.raises(ValueError, match="cannot be read as a callback's log"):
+        read_log(tmp_path / "nowhere.jsonl")
     with pytest.raises(ValueError, match="no columns common_removed"):
         judge_log(LOG.drop(columns="common_removed"))
     with pytest.raises(ValueError, match="The log has no rows"):

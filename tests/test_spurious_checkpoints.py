@@ -399,6 +399,22 @@ def test_a_finished_checkpoint_is_not_measured_again(
     assert other.loads == ["base", "at-10"]
 
 
+def test_damaged_measurements_are_named(studied: tuple[Any, Path], example: Example, tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(studied[1], folder)
+    part = next((folder / "measured").glob("at-80-*"))
+    (part / "facts.parquet").unlink()
+    with pytest.raises(ValueError, match=r"at-80-\w+ is damaged .*Delete this folder"):
+        Counting(example).study(folder)
+    shutil.rmtree(part)
+    states = next((folder / "measured").glob("base-*")) / "states.safetensors"
+    states.write_bytes(states.read_bytes()[:50])
+    with pytest.raises(ValueError, match=r"base-\w+ is damaged"):
+        Counting(example).study(folder)
+    with pytest.raises(ValueError, match="cannot be written"):
+        Counting(example).study(states)
+
+
 def test_facts_without_relations_and_a_run_without_surgery(example: Example, tmp_path: Path) -> None:
     counting = Counting(example)
     base = counting.source(example.base, "base", 0)

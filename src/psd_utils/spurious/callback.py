@@ -1,7 +1,8 @@
 """A callback for transformers' Trainer that watches old facts while a model is fine-tuned, and warns.
 
 In: old facts (and new ones, if wanted) as Fact. Out: a log of JSON lines, a row every n steps, and warnings through
-Python's logging. Training is not changed: no gradient, no random draw, every module back in its mode.
+Python's logging. Training is not changed: no gradient, no random draw, every module back in its mode; what
+goes wrong after its begin is a warning.
 
     trainer = Trainer(..., callbacks=[ForgettingCallback(read_facts("old.jsonl"), tokenizer, "run/forgetting.jsonl")])
 
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import TrainerCallback
@@ -49,7 +50,7 @@ class ForgettingCallback(TrainerCallback):
         alarm: the warning of the last measurement, or None.
 
     Raises:
-        ValueError: facts that cannot be asked for, or `every` below 1.
+        ValueError: facts that cannot be asked for, or `every` or `batch_size` below 1.
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class ForgettingCallback(TrainerCallback):
         batch_size: int = 32,
         joiner: str = " ",
     ) -> None:
-        if every < 1:
-            raise ValueError(f"every must be at least 1 step, found {every}.")
+        for name, value in (("every", every), ("batch_size", batch_size)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, found {value!r}.")
         self.old = encode_facts(old, tokenizer, "old", joiner)
         self.new = encode_facts(new, tokenizer, "new", joiner) if new else None
         self.path = Path(path).expanduser().resolve()
@@ -89,7 +91,10 @@ class ForgettingCallback(TrainerCallback):
             aside = next(place for place in places if not place.exists())
             log.warning("Training begins at step 0: the log of an earlier run is now %s", aside)
             os.replace(self.path, aside)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"The log {self.path} cannot be written: {error}. Give another path.") from error
         recall = self._ask(model)
         self._before, self._rows = recall.states, []
         temporary = self._states_path.with_suffix(".part")
@@ -109,7 +114,10 @@ class ForgettingCallback(TrainerCallback):
     def _look(self, model: Any, state: Any) -> None:
         measured = bool(self._rows) and self._rows[-1]["step"] == state.global_step
         if state.is_world_process_zero and self._before is not None and not measured:
-            self._record(model, state.global_step, self._ask(model))
+            try:
+                self._record(model, state.global_step, self._ask(model))
+            except (OSError, ValueError) as error:  # a full disk, logits that are not finite
+                log.warning("Step %d is not in the log, and training goes on: %s", state.global_step, error)
 
     def _ask(self, model: Any) -> Recall:
         return measure_recall(model, self.old, self.batch_size)
@@ -127,10 +135,7 @@ class ForgettingCallback(TrainerCallback):
         self._rows.append(row)
         self.alarm = judge_log(pd.DataFrame(self._rows), self.rule)
         row["alarm"] = self.alarm.name if self.alarm else None
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        self._write()
         if self.alarm and self.alarm.name != before:
             log.warning("%s", self.alarm.sentence)
 
@@ -141,18 +146,28 @@ class ForgettingCallback(TrainerCallback):
                 f"Training resumes at step {step}, but {self.path} or {self._states_path.name} is not there. Without "
                 "the states before training no shift can be measured: put both files back, or leave the callback out."
             )
-        with safe_open(str(self._states_path), framework="pt") as file:
-            if file.metadata()["facts"] != self._digest:
-                raise ValueError(
-                    f"{self.path} is about other facts. Give the facts it was begun with, or another path."
-                )
-            self._before = file.get_tensor("before")
+        try:
+            with safe_open(str(self._states_path), framework="pt") as file:
+                facts, before = (file.metadata() or {}).get("facts"), file.get_tensor("before")
+        except SafetensorError as error:
+            raise ValueError(
+                f"{self._states_path} is damaged ({error}). Put a copy back, or leave the callback out."
+            ) from error
+        if facts != self._digest:
+            raise ValueError(f"{self.path} is about other facts. Give the facts it was begun with, or another path.")
+        self._before = before
         self._rows = [row for row in _rows_of(self.path) if row["step"] <= step]
-        text = "".join(json.dumps(row) + "\n" for row in self._rows)
-        temporary = self.path.with_name(self.path.name + ".part")
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, self.path)
+        self._write()
         self.alarm = judge_log(pd.DataFrame(self._rows), self.rule)
+
+    def _write(self) -> None:
+        """Write all rows: what an earlier, failed attempt left out is in the next."""
+        temporary = self.path.with_name(self.path.name + ".part")
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in self._rows)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.path)
 
     @property
     def _states_path(self) -> Path:
@@ -170,19 +185,25 @@ def read_log(path: str | Path) -> pd.DataFrame:
     A last line that a kill cut short is left out.
 
     Raises:
-        ValueError: another line that is not JSON; the message names file and line.
+        ValueError: no such file, or another line that is no row; the message names file and line.
     """
     return pd.DataFrame(_rows_of(Path(path)))
 
 
 def _rows_of(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as a callback's log: {error}.") from error
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError as error:
             if number == len(lines):
                 break
             raise ValueError(f"{path}, line {number}: not valid JSON ({error.msg}). Was it edited?") from error
+        if not isinstance(row, dict) or "step" not in row:
+            raise ValueError(f"{path}, line {number}: no row of this log, which has a step. Was it edited?")
+        rows.append(row)
     return rows

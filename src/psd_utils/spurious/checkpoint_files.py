@@ -7,12 +7,14 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 
@@ -35,15 +37,38 @@ def read_part(place: Path, names: tuple[str, ...], label: str, step: int) -> dic
     """The tables of one model that it has, with its label and step as first columns.
 
     Label and step are not part of what was measured: another list of checkpoints may count otherwise.
+
+    Raises:
+        ValueError: a table that was written is missing or damaged.
     """
     tables = {}
-    for name in names:
-        path = place / f"{name}.parquet"
-        if path.is_file():
-            tables[name] = pd.read_parquet(path)
+    with _advised(place):
+        written = json.loads((place / "done.json").read_text(encoding="utf-8"))["tables"]
+        for name in (n for n in names if n in written):
+            tables[name] = pd.read_parquet(place / f"{name}.parquet")
             tables[name].insert(0, "checkpoint", label)
             tables[name].insert(1, "step", step)
     return tables
+
+
+def read_states(place: Path) -> dict[str, Tensor]:
+    """The states that were kept of a model.
+
+    Raises:
+        ValueError: they are missing or damaged.
+    """
+    with _advised(place):
+        return load_file(place / "states.safetensors")
+
+
+@contextmanager
+def _advised(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ValueError(
+            f"{place} is damaged ({error}). Delete this folder, and the model is measured again."
+        ) from error
 
 
 def write_table(path: Path, table: pd.DataFrame) -> None:

@@ -15,11 +15,10 @@ from typing import Any
 
 import pandas as pd
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from psd_utils.spurious.checkpoint_files import digest, file_name, is_done, read_part, write_part
+from psd_utils.spurious.checkpoint_files import digest, file_name, is_done, read_part, read_states, write_part
 from psd_utils.spurious.checkpoint_report import CheckpointReport, make_report
 from psd_utils.spurious.decomposition import LEAST_PER_RELATION, decompose
 from psd_utils.spurious.prompts import Fact, Prompts, check_disjoint, encode_facts
@@ -102,6 +101,10 @@ def study_checkpoints(
     _check_list(base, checkpoints)
     check_disjoint(old, new)
     folder = Path(out_dir).expanduser().resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out_dir {folder} cannot be written: {error}. Give a folder.") from error
     key = digest([_FORMAT, base.identity, asdict(settings), [asdict(f) for f in [*old, *new]], len(old)])
     start = _Base(base, old, new, settings, folder / "measured" / f"base-{key}")
     parts = [start.measured()]
@@ -180,7 +183,7 @@ class _Base:
             self._load()
             _release()
         assert self._matrices is not None
-        return self._matrices, self._prompts, load_file(self.place / "states.safetensors")
+        return self._matrices, self._prompts, read_states(self.place)
 
 
 def _measure(checkpoint: Checkpoint, base: _Base, place: Path) -> None:
