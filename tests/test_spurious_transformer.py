@@ -266,6 +266,8 @@ def test_a_killed_run_ends_with_the_same_table_and_is_then_only_read(tmp_path, m
     pd.testing.assert_frame_equal(run_conditions(["B_prime"], [0, 1], TINY, tmp_path), whole)
     with pytest.raises(ValueError, match="holds a run with other settings"):
         run_conditions(["B_prime"], [0], replace(TINY, n_steps=31), tmp_path)
+    with pytest.raises(ValueError, match="holds a run with other settings"):
+        run_conditions(["B_prime"], [0], replace(TINY, one_world=0), tmp_path)
 
 
 def test_one_world_changes_only_the_batches_of_the_injection():

@@ -20,7 +20,7 @@ from .files import read_json, read_table, sha256_of_file, write_atomically
 
 TABLES = {
     "fit": ("losses.parquet", "recovery.parquet", "summary.json"),
-    "controls": ("controls.parquet", "controls_losses.parquet"),
+    "controls": ("controls.parquet", "controls_losses.parquet", "left_out.parquet", "controls.json"),
 }
 
 _KILLED = "It did not come to its end: killed, or out of time or memory."

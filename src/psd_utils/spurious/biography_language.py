@@ -53,6 +53,11 @@ class Language(Protocol):
         ...
 
 
+def describe_language(language: Language) -> list[object]:
+    """Return what tells one language from another: its kind and its sizes."""
+    return [type(language).__name__, language.n_tokens, list(language.pools), language.n_phrasings]
+
+
 class TokenLanguage:
     """One token a word: BOS, three names, then for each attribute two phrasing words, the value, STOP.
 

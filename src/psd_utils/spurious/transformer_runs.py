@@ -17,7 +17,7 @@ import torch
 from tqdm.auto import tqdm
 
 from psd_utils.spurious.biographies import FULL, SMALL, Biographies, BiographySettings, make_biographies
-from psd_utils.spurious.biography_language import Language, TokenLanguage
+from psd_utils.spurious.biography_language import Language, TokenLanguage, describe_language
 from psd_utils.spurious.transformer import Decoder, TransformerSettings
 from psd_utils.spurious.transformer_measure import Observer
 from psd_utils.spurious.transformer_surgery import surgeries
@@ -251,6 +251,8 @@ def _key(study: Study, condition: Condition, surgery: bool) -> str:
     """What can change a number of a run, as text."""
     parts = {
         "people": asdict(replace(study.people, **condition.world)),
+        "language": describe_language(study.language),
+        "one_world": study.one_world,
         "model": asdict(study.model(condition)),
         "training": asdict(study.training),
         "injection": asdict(study.injection(condition)),

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from psd_utils.spurious.biographies import Biographies, People, generator
 from psd_utils.spurious.biography_batches import training_batch
+from psd_utils.spurious.biography_language import describe_language
 from psd_utils.spurious.transformer import Decoder, TransformerSettings, freeze, make_decoder, next_token_loss
 
 
@@ -131,7 +132,8 @@ def pretrain(
     model = make_decoder(model_settings, generator(world.seed, "weights")).to(device)
     optimiser = make_optimiser(model, training, training.peak_rate)
     known = (world.settings.before_fine_tuning, model_settings, training)
-    key = json.dumps([world.seed, *(asdict(part) for part in known)], sort_keys=True)
+    parts = [world.seed, describe_language(world.language), *(asdict(part) for part in known)]
+    key = json.dumps(parts, sort_keys=True)
     path = folder / "pretraining.pt" if folder is not None else None
     done, total = 0, training.pretraining_steps
     if path is not None and path.is_file():
