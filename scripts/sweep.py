@@ -31,6 +31,13 @@ from psd_utils.sweep import make_plan, read_entries
 MARK = "PSD_SWEEP"
 
 
+def positive(text: str) -> int:
+    """Return a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, found {text!r}")
+    return int(text)
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Return the command line's arguments."""
     parser = argparse.ArgumentParser(description="Run all pairs through the notebooks.")
@@ -43,8 +50,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--profile", help="slurm, kubernetes, or the path of a Snakemake profile; default: this machine"
     )
     parser.add_argument("--cores", default="all", help="cores of this machine to use")
-    parser.add_argument("--threads", type=int, default=1, help="threads of a job")
-    parser.add_argument("--processes", type=int, default=1, help="processes (one a GPU) that score a model together")
+    parser.add_argument("--threads", type=positive, default=1, help="threads of a job")
+    parser.add_argument(
+        "--processes", type=positive, default=1, help="processes (one a GPU) that score a model together"
+    )
     parser.add_argument("--machine", choices=list(MACHINES), help="what expected times are for")
     return parser.parse_args(argv)
 
@@ -55,7 +64,10 @@ def common_parameters(settings: list[str]) -> dict[str, Any]:
     for name, sign, _ in pairs:
         if not sign:
             raise PsdError(f"--set takes NAME=VALUE, found {name!r}")
-    return {name: yaml.safe_load(value) for name, _, value in pairs}
+    try:
+        return {name: yaml.safe_load(value) for name, _, value in pairs}
+    except yaml.YAMLError as error:
+        raise PsdError(f"--set takes NAME=VALUE with a value in YAML: {error}") from error
 
 
 def snakemake(plan_file: Path, folder: Path, given: argparse.Namespace, *more: str) -> list[str]:
@@ -121,7 +133,10 @@ def sweep(given: argparse.Namespace) -> int:
     steps = [step for step in STEPS if step != "controls" or not given.no_controls]
     show_plan(plan, plan_table(sizes, MACHINES[name], steps), name)
     folder = out_dir / "sweep"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PsdError(f"--out {out_dir} cannot be written: {error}; give a folder") from error
     mark = f"psd-{sha256_of_json(str(folder))[:12]}"
     environment = os.environ | {MARK: mark, "PSD_ROOT": str(project_root()), "PSD_PYTHON": sys.executable}
     if given.dry_run:

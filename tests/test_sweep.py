@@ -109,6 +109,12 @@ def test_a_file_gives_own_pairs_and_parameters_and_its_paths_hang_on_the_working
         ({"pairs": {n: {"base": "x", "derived": "y"} for n in ("a", "b")}}, "a and b are the same two models"),
         ({"pair": ["tiny_math"]}, "must hold `pairs:`"),
         ("[", "not valid YAML"),
+        ({"pairs": {"tiny_math": {"top_k": "many"}}}, "top_k must be a whole number, found 'many'"),
+        ({"pairs": {"tiny_math": {"n_tokens": 2.5}}}, "n_tokens must be a whole number, found 2.5"),
+        ({"pairs": {"tiny_math": {"seed": True}}}, "seed must be a whole number, found True"),
+        ({"pairs": {"tiny_math": {"text": 7}}}, r"text must be text \(in quotes where it looks like a num"),
+        ({"pairs": [["tiny_math"]]}, "a list of `pairs` holds names"),
+        ({"pairs": [{"tiny_math": {"seed": 1}}]}, "a list of `pairs` holds names"),
     ],
 )  # fmt: skip
 def test_mistakes_in_a_file_of_pairs_are_said_in_words(tmp_path, content, message):
@@ -118,11 +124,16 @@ def test_mistakes_in_a_file_of_pairs_are_said_in_words(tmp_path, content, messag
         read_entries(str(path))
 
 
-def test_a_word_that_is_no_pair_and_a_file_that_is_not_there_are_refused():
+def test_a_word_that_is_no_pair_and_a_file_that_is_not_there_are_refused(tmp_path):
     with pytest.raises(PsdError, match="did you mean 'public'"):
         read_entries("pubic")
     with pytest.raises(PsdError, match="no file of pairs at"):
         read_entries("none.yaml")
+    (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe")
+    for name in ("folder", "bytes"):
+        with pytest.raises(PsdError, match="cannot be read as YAML"):
+            read_entries(str(tmp_path / f"{name}.yaml"))
 
 
 # ---- which jobs

@@ -18,7 +18,7 @@ from .errors import PsdError, nearest
 from .pairs import Member, Pair, load_pair
 
 _LOG = logging.getLogger(__name__)
-_OPTIONAL_NUMBERS = ("n_tokens", "top_k")
+OPTIONAL_NUMBERS = ("n_tokens", "top_k")
 
 
 def check_parameters(names: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def _checked(name: str, value: Any, default: Any) -> Any:
         if not isinstance(value, bool):
             raise PsdError(f"parameter {name} must be True or False, found {value!r}: for papermill, -p {name} True")
         return value
-    if name in _OPTIONAL_NUMBERS or isinstance(default, int):
+    if name in OPTIONAL_NUMBERS or isinstance(default, int):
         if isinstance(value, bool) or not isinstance(value, int):
             raise PsdError(f"parameter {name} must be a whole number, found {value!r}: for papermill, -p {name} 1000")
         return value

@@ -14,7 +14,7 @@ import yaml
 
 from .errors import PsdError, nearest
 from .files import sha256_of_json
-from .notebook import chosen_pair
+from .notebook import OPTIONAL_NUMBERS, chosen_pair
 from .pairs import Member, Pair, load_pair, load_registry, resolved
 from .paths import project_root, registry_file
 from .plan import Machine, Resources, Size, resources, shape_of
@@ -25,6 +25,11 @@ _MEMBER_NAMES = ("base", "derived", "base_revision", "derived_revision", "base_a
 _OF_A_SCORE = ("text", "n_tokens", "device", "dtype")
 # the known-answer worlds of 03_controls know nothing of the pair: one seed of each shows that the code stands
 CONTROL_DEFAULTS = {"n_seeds": 1, "n_independent": 0}
+_KINDS: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    str: "text (in quotes where it looks like a number)",
+}
 _UNKNOWN_SIZE = Resources(gpu=1, mem_mb=64_000, disk_mb=50_000, runtime=600)
 
 
@@ -37,17 +42,17 @@ class Entry:
     parameters: Mapping[str, Any]
 
 
-def notebook_parameters(step: str) -> tuple[str, ...]:
-    """Return the names of a notebook's parameters, from its cell of defaults."""
+def notebook_parameters(step: str) -> dict[str, object]:
+    """Return a notebook's parameters with their defaults, from its cell of defaults."""
     return _parameters_of(project_root() / "notebooks" / f"{NOTEBOOKS[step]}.ipynb")
 
 
 @cache
-def _parameters_of(path: Path) -> tuple[str, ...]:
+def _parameters_of(path: Path) -> dict[str, object]:
     cells = nbformat.read(path, as_version=4).cells
     (defaults,) = (c.source for c in cells if "parameters" in c.metadata.get("tags", []))
-    targets = [t for s in ast.parse(defaults).body if isinstance(s, ast.Assign) for t in s.targets]
-    return tuple(t.id for t in targets if isinstance(t, ast.Name))
+    pairs = [(t, s.value) for s in ast.parse(defaults).body if isinstance(s, ast.Assign) for t in s.targets]
+    return {target.id: ast.literal_eval(value) for target, value in pairs if isinstance(target, ast.Name)}
 
 
 def read_entries(pairs: str, common: Mapping[str, Any] | None = None) -> dict[str, Entry]:
@@ -92,12 +97,16 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise PsdError(f"no file of pairs at {path} (from {Path.cwd()})") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise PsdError(f"{path} cannot be read as YAML: {error}") from error
     except yaml.YAMLError as error:
         raise PsdError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(content, dict) or not content.get("pairs") or set(content) - {"pairs", "parameters"}:
         raise PsdError(f"{path} must hold `pairs:`, a list of names or a mapping, and may hold `parameters:`")
     pairs, shared = content["pairs"], content.get("parameters") or {}
     if isinstance(pairs, list):
+        if not all(isinstance(name, str) for name in pairs):
+            raise PsdError(f"{path}: a list of `pairs` holds names; give parameters as a mapping, `name: {{seed: 1}}`")
         pairs = dict.fromkeys(pairs)
     if not isinstance(pairs, dict) or not isinstance(shared, dict):
         raise PsdError(f"{path}: `pairs` must be a list or a mapping, `parameters` a mapping")
@@ -105,14 +114,18 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check_names(where: str, given: Mapping[str, Any]) -> None:
-    known = {*notebook_parameters("fit"), *notebook_parameters("controls")} - {*SET_BY_THE_SWEEP}
+    known = notebook_parameters("fit") | notebook_parameters("controls")
     for name, value in given.items():
         if name in SET_BY_THE_SWEEP:
             raise PsdError(f"{where}: {name} is set by the sweep")
         if name not in known:
-            raise PsdError(f"{where}: unknown parameter {name!r}; {nearest(str(name), sorted(known))}")
+            others = sorted(known.keys() - {*SET_BY_THE_SWEEP})
+            raise PsdError(f"{where}: unknown parameter {name!r}; {nearest(str(name), others)}")
         if not isinstance(value, str | int | float | bool):
             raise PsdError(f"{where}: {name} must be text, a number or true/false, found {value!r}")
+        wanted = int if name in OPTIONAL_NUMBERS else type(known[name])
+        if value != "" and type(value) is not wanted:
+            raise PsdError(f"{where}: {name} must be {_KINDS[wanted]}, found {value!r}")
 
 
 def _entry(name: str, given: Mapping[str, Any] | None, shared: Mapping[str, Any], registered: Pair | None) -> Entry:
