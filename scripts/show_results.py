@@ -19,7 +19,8 @@ def main(folder: str) -> None:
     for sentence in report.sentences(recovery):
         print(sentence)
     for study in studies:
-        print(f"{study.pair.name}: {decide(study.recovery).verdict}.")
+        found = decide(study.recovery)
+        print(f"{study.pair.name}: {found.verdict}. {found.steps[-1]}")
     here = Path.cwd()
     print("\nexecuted notebooks:", ", ".join(_relative(p, here) for p in sorted(Path(folder).glob("*.ipynb"))))
     print("figures:           ", _relative(report.figures_folder(folder), here))

@@ -171,7 +171,7 @@ def _sentence(pair: str, rows: pd.DataFrame) -> str:
     if row["excess_low"] > 0:
         verdict = "more of this loss than of random damage sits in a fixed prior or temperature"
     elif row["excess_high"] < 0:
-        verdict = "what was lost is less fixable at the output layer than random damage"
+        verdict = "they undo less of what was lost than of random damage"
     else:
         verdict = "the share does not exceed its damage control"
     return f"{start}; {damage} ({interval}): {verdict}."
