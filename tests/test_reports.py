@@ -32,7 +32,8 @@ def one_pair(**changes: object) -> pd.DataFrame:
 
 def ladder(share: float, low: float) -> pd.DataFrame:
     rows = {"analysis": "ladder", "correction": ["none", "temperature", "head"], "symmetric_share": [0.0, 0.01, share]}
-    return pd.DataFrame({**rows, "symmetric_low": [0.0, 0.005, low], "damage_share": 0.3})
+    more = {"symmetric_low": [0.0, 0.005, low], "damage_share": 0.3, "setting": "ladder", "excess_low": 0.0}
+    return pd.DataFrame({**rows, **more})
 
 
 BELOW = {"excess_share": -0.1, "excess_low": -0.2, "excess_high": -0.05}
@@ -44,6 +45,18 @@ LESS = "bias and temperature give back less than after random damage"
 EQUAL = "bias and temperature give back about as much as after random damage"
 MORE = "bias and temperature give back more than after random damage: a prior shift"
 OTHER = "mostly fixable at the output layer, but not by a bias on the set and a temperature"
+
+
+@pytest.mark.parametrize(("share", "excess_low", "said"), [(0.59, 0.3, True), (0.3, 0.1, False), (0.59, -0.01, False)])
+def test_special_tokens_are_named_where_they_bring_much_more_than_damage(
+    share: float, excess_low: float, said: bool
+) -> None:
+    own = {"analysis": "sensitivity", "correction": "bias_temperature", "setting": "specials allowed"}
+    row = {**own, "symmetric_share": share, "damage_share": 0.27, "excess_low": excess_low}
+    controls = pd.concat([ladder(0.6, 0.5), pd.DataFrame([row])])
+    decision = decide(one_pair(symmetric_share=0.17, symmetric_low=0.15, **BELOW), controls)
+    assert ("a prior shift of special tokens" in decision.verdict) == said
+    assert any("(matched damage: 27.0%)" in step for step in decision.steps) == said
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def sensitivity_table(table: pd.DataFrame, analysis: str = "sensitivity") -> pd.
             "symmetric share": _with_interval(rows, "symmetric_share", "symmetric_low", "symmetric_high", 3),
             "damage share": [_number(v, 3) for v in rows["damage_share"]],
             "excess share": _with_interval(rows, "excess_share", "excess_low", "excess_high", 3),
-            "reason": rows["reason"].fillna(""),
+            "reason": rows["reason"].astype("string").fillna(""),
         }
     )
     return shown.set_index(["setting", "correction"])

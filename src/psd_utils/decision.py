@@ -17,7 +17,7 @@ RULE = (
     "**partly fixable**. More: **mostly fixable**.",
     "**More than random damage?** Read the *excess share*. Its interval lies above 0: a *prior shift* (or a changed "
     "temperature) is part of what training did. It holds 0: the share may be no more than what any model that became "
-    "wrong gets back by being less sure. It lies below 0: what was lost is *less* fixable than random damage.",
+    "wrong gets back by being less sure. It lies below 0: what was lost is *less* fixable so than random damage.",
     "**Would a richer output layer reach it?** Read the best rung of the *ladder*, with the same bounds: it says how "
     "far the loss is fixable **at the output layer** at all; the rest lies before it, or needs more text. If this rung "
     "gives back at least twice what bias and temperature do, the loss is there, but in another form: look at the "
@@ -56,11 +56,30 @@ def decide(recovery: pd.DataFrame, controls: pd.DataFrame | None = None) -> Deci
     best = best_rung(controls)
     if best is None:
         verdict = f"{grade} fixable by a fixed bias and temperature"
-        steps.append("The ladder was not run: whether a richer output layer would reach more is not known.")
+        unknown = "whether a richer output layer would reach more is not known"
+        steps.append(f"The ladder was not run (03_controls makes it): {unknown}.")
     else:
         verdict, step = _up_the_ladder(best, float(row["symmetric_share"]))
         steps.append(step)
+    special = _special_tokens(controls, float(row["symmetric_share"]))
+    if special is not None:
+        shift, step = f"{shift}; {special[0]}", special[1]
+        steps.append(step)
     return Decision(pair, f"{verdict}; {shift}", tuple(steps))
+
+
+def _special_tokens(controls: pd.DataFrame | None, share: float) -> tuple[str, str] | None:
+    """Return in words what letting special tokens into the set brings, where that was tried and is much more."""
+    if controls is None:
+        return None
+    rows = controls[(controls["setting"] == "specials allowed") & (controls["correction"] == "bias_temperature")]
+    rows = rows[rows["symmetric_share"].notna() & (rows["excess_low"] > 0)]
+    if rows.empty or rows.iloc[0]["symmetric_share"] < OTHER_FORM * share:
+        return None
+    return "a prior shift of special tokens, which the set leaves out", (
+        f"With special tokens let into the set, bias and temperature give back {share_beside_damage(rows.iloc[0])}: "
+        "the derived model expects them where the text has none, which is a prior shift that the set cannot reach."
+    )
 
 
 def _grade(row: pd.Series) -> str:

@@ -101,7 +101,7 @@ def share_table(recovery: pd.DataFrame) -> pd.DataFrame:
                 for share, sd in zip(rows["damage_share"], rows["damage_sd"], strict=True)
             ],
             "excess share": _with_interval(rows, "excess_share", "excess_low", "excess_high", 3),
-            "reason": rows["reason"].fillna(""),
+            "reason": rows["reason"].astype("string").fillna(""),
         }
     )
     return table.set_index(["pair", "correction"])
@@ -223,6 +223,9 @@ def finished_studies(out_dir: str | None, pair: str | None = None) -> list[Study
         described = read_json(folder / name / "summary.json") if (folder / name / "summary.json").is_file() else {}
         if "fits" not in described:
             _LOG.warning("left out: the study in %s is not finished; run 02_fit for it again", folder / name)
+            continue
+        if described["pair"] != name:
+            _LOG.warning("left out: %s holds a study of %s, under another name", folder / name, described["pair"])
             continue
         own = Pair(base=Member(**described["base"]), derived=Member(**described["derived"]), name=name)
         studies.append(load_study(own, folder))
