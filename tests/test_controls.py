@@ -17,8 +17,8 @@ from psd_utils import control_steps, controls, pair_controls, sensitivity
 from psd_utils.control_report import control_sentences
 from psd_utils.control_steps import ControlSettings
 from psd_utils.errors import PsdError
-from psd_utils.files import write_json
-from psd_utils.pair_controls import CONTROL_COLUMNS, PairControls, run_controls
+from psd_utils.files import read_json, write_json
+from psd_utils.pair_controls import CONTROL_COLUMNS, PairControls, read_controls, run_controls
 from psd_utils.recovery import LOSS_COLUMNS
 from psd_utils.settings import Settings, resolve_settings
 
@@ -203,7 +203,7 @@ def test_replaced_controls_are_never_read_with_the_facts_of_the_earlier(
     study: psd.Study, done: PairControls, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = replace(study, path=Path(shutil.copytree(study.path, tmp_path / study.path.name)))
-    assert pair_controls.read_controls(copy.path) is not None
+    assert read_controls(copy.path) is not None
     write = pair_controls.write_table
 
     def killed_between_tables(path: Path, table: pd.DataFrame) -> None:
@@ -216,7 +216,7 @@ def test_replaced_controls_are_never_read_with_the_facts_of_the_earlier(
     monkeypatch.setattr(pair_controls, "_rung_facts", lambda _: pd.DataFrame({"correction": []}))
     with pytest.raises(KeyboardInterrupt):
         run_controls(copy, settings, replace(SMALL, n_refits=3), overwrite=True)
-    assert pair_controls.read_controls(copy.path) is None
+    assert read_controls(copy.path) is None
 
 
 def test_controls_are_not_written_beside_another_study(study: psd.Study, settings: Settings, tmp_path: Path) -> None:
@@ -225,6 +225,40 @@ def test_controls_are_not_written_beside_another_study(study: psd.Study, setting
     write_json(copy.path / "summary.json", {**study.summary, "settings_sha256": "another"})
     with pytest.raises(PsdError, match="now holds a study with other settings"):
         run_controls(copy, settings, SMALL)
+
+
+def test_controls_of_other_settings_or_without_captures_are_refused_at_once(
+    study: psd.Study, settings: Settings, second_text: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(PsdError, match=r"of other settings \(top_k: \d+ there, 3 here\)"):
+        run_controls(study, replace(settings, top_k=3), SMALL)
+    for change in ({"n_damage_seeds": -1}, {"ladder_tokens": -1}, {"n_refits": 1}, {"n_resamples": 10}):
+        with pytest.raises(PsdError, match=f"{next(iter(change))} must be at least"):
+            run_controls(study, settings, replace(SMALL, **change))
+    loaded = psd.load_study(study.pair, study.path.parent)
+    with pytest.raises(PsdError, match="was loaded without its captures"):
+        run_controls(loaded, settings, replace(SMALL, n_refits=3), overwrite=True)
+
+
+def test_controls_of_another_study_are_left_out(done: PairControls, tmp_path: Path, caplog: Any) -> None:
+    folder = tmp_path / done.path.name
+    shutil.copytree(done.path, folder)
+    assert read_controls(folder) is not None
+    write_json(folder / "summary.json", {**read_json(folder / "summary.json"), "settings_sha256": "another"})
+    assert read_controls(folder) is None
+    assert "are those of another study" in caplog.text
+
+
+def test_a_second_text_with_other_content_is_another_run(
+    done: PairControls, study: psd.Study, settings: Settings, second_text: Path, tmp_path: Path
+) -> None:
+    before = second_text.read_bytes()
+    try:
+        second_text.write_bytes(before + before)
+        with pytest.raises(PsdError, match="holds controls of other settings"):
+            run_controls(study, settings, replace(SMALL, second_text=str(second_text)))
+    finally:
+        second_text.write_bytes(before)
 
 
 def test_a_text_of_few_documents_has_each_amount_once(models: sensitivity.PairModels) -> None:

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from . import sensitivity
 from .control_steps import RUNG_FACTS, ControlSettings, corrections_of, fit_gap, pair_models, steps, with_damage
 from .errors import PsdError
-from .files import read_json, read_table, sha256_of_json, write_json, write_table
+from .files import read_json, read_table, sha256_of_file, sha256_of_json, write_json, write_table
 from .losses import typed
 from .recovery import DAMAGE_CONTROL, LOSS_COLUMNS, SHARE_COLUMNS, recovery_table
 from .sensitivity import PairModels
@@ -61,11 +61,15 @@ def run_controls(
     for a pair is left out, with its reason in `facts["refused"]`. A killed run goes on after its last finished step.
 
     Raises:
-        PsdError: the folder holds controls of other settings while `overwrite` is False, or by now another study; a
-            table cannot be written; or a fit cannot be certified.
+        PsdError: `settings` are not the study's, or those of the controls are out of range; the study was loaded
+            without its captures; the folder holds controls of other settings while `overwrite` is False, or by now
+            another study; a table cannot be written; or a fit cannot be certified.
     """
     chosen = control_settings or ControlSettings()
+    _check_settings(study, settings, chosen)
     values = {"study": study.summary["settings_sha256"], "code_version": __version__, **asdict(chosen)}
+    if chosen.second_text and Path(chosen.second_text).expanduser().is_file():
+        values["second_text_sha256"] = sha256_of_file(Path(chosen.second_text).expanduser())
     digest = sha256_of_json(values)
     locks = study.path.parent / ".locks"
     locks.mkdir(exist_ok=True)
@@ -77,10 +81,24 @@ def run_controls(
             if not overwrite:
                 raise PsdError(f"{study.path} holds controls of other settings; give overwrite=True to replace them")
         _check_current(study)
+        if not study.captures:
+            raise PsdError(f"{study.pair.name} was loaded without its captures: give the study that run_study returns")
         _compute(study, settings, chosen, {"settings": values, "settings_sha256": digest})
         written = read_controls(study.path)
     assert written is not None
     return written
+
+
+def _check_settings(study: Study, settings: Settings, chosen: ControlSettings) -> None:
+    """Check what would mix numbers of two runs, or be refused only at the end of hours."""
+    own = study.summary["settings"]
+    other = [name for name in ("top_k", "seed", "mask_padding") if own[name] != getattr(settings, name)]
+    if other:
+        found = ", ".join(f"{name}: {own[name]!r} there, {getattr(settings, name)!r} here" for name in other)
+        raise PsdError(f"{study.path} is a study of other settings ({found}): give run_controls those of the study")
+    for name, least in (("n_damage_seeds", 0), ("ladder_tokens", 0), ("n_refits", 2), ("n_resamples", 100)):
+        if getattr(chosen, name) < least:
+            raise PsdError(f"the controls' {name} must be at least {least}, found {getattr(chosen, name)!r}")
 
 
 def _check_current(study: Study) -> None:
@@ -131,17 +149,22 @@ def _compute(study: Study, settings: Settings, chosen: ControlSettings, describe
 
 
 def read_controls(folder: Path) -> PairControls | None:
-    """Return the finished controls in a study's folder, or None if there are none.
+    """Return the finished controls in a study's folder, or None if there are none, or only those of another study.
 
     Raises:
         PsdError: a file is missing or damaged.
     """
     if not (folder / "controls.json").is_file():
         return None
+    facts = read_json(folder / "controls.json")
+    summary = read_json(folder / "summary.json") if (folder / "summary.json").is_file() else {}
+    if facts.get("settings", {}).get("study") != summary.get("settings_sha256"):
+        _LOG.warning("left out: the controls in %s are those of another study; run 03_controls for it again", folder)
+        return None
     losses, table, left_out = (
         read_table(folder / f"{name}.parquet") for name in ("controls_losses", "controls", "left_out")
     )
-    return PairControls(losses, table, left_out, read_json(folder / "controls.json"), folder)
+    return PairControls(losses, table, left_out, facts, folder)
 
 
 def _rung_facts(rows: pd.DataFrame) -> pd.DataFrame:
