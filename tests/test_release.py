@@ -163,3 +163,11 @@ def test_foreign_tensors_among_the_corrections_are_refused(study, tmp_path):
         PsdError, match=r"model.safetensors is damaged, or not a file of this package|is not a saved correction"
     ):
         pack(tmp_path / "a.tar.gz", study, results=results)
+
+
+def test_a_study_under_another_name_is_not_counted_twice(study, tmp_path, caplog):
+    for name in (study.pair.name, "kept_for_later"):
+        shutil.copytree(study.path, tmp_path / name)
+    (found,) = report.finished_studies(str(tmp_path))
+    assert found.pair.name == study.pair.name
+    assert "kept_for_later holds a study of" in caplog.text
