@@ -171,3 +171,10 @@ def test_a_study_under_another_name_is_not_counted_twice(study, tmp_path, caplog
     (found,) = report.finished_studies(str(tmp_path))
     assert found.pair.name == study.pair.name
     assert "kept_for_later holds a study of" in caplog.text
+
+
+def test_a_study_without_one_of_its_corrections_is_refused(study, tmp_path):
+    shutil.copytree(study.path, tmp_path / study.pair.name)
+    (tmp_path / study.pair.name / "corrections" / "derived-bias.safetensors").unlink()
+    with pytest.raises(PsdError, match="lacks derived-bias: run 02_fit again"):
+        psd.load_study(study.pair, tmp_path)
