@@ -140,9 +140,7 @@ def load_study(pair: Pair, out_dir: str | Path | None = None) -> Study:
         corrections[member, kind] = Correction.load(path)
     wanted = {(member, kind) for member, kinds in summary["fits"].items() for kind in kinds}
     if missing := sorted("-".join(name) for name in wanted - corrections.keys()):
-        raise PsdError(
-            f"{folder / 'corrections'} lacks {', '.join(missing)}: run 02_fit again, which says what to delete"
-        )
+        raise PsdError(f"{folder / 'corrections'} lacks {', '.join(missing)}: run 02_fit again, it says how")
     losses, recovery = (read_table(folder / name) for name in ("losses.parquet", "recovery.parquet"))
     return Study(pair, losses, recovery, corrections, {}, summary, folder)
 
