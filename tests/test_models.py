@@ -295,6 +295,14 @@ def test_folder_without_weights_is_refused(tmp_path):
         source(tmp_path)
 
 
+def test_integer_weights_are_refused_by_name(tmp_path, make_model):
+    make_model(tmp_path)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    edit_weights(tmp_path, lambda weights: weights.update({name: weights[name].to(torch.int8)}))
+    with pytest.raises(PsdError, match=rf"{re.escape(name)} in model.safetensors holds integers \(I8\)"):
+        load(tmp_path)
+
+
 def test_truncated_weights_are_refused(tmp_path, make_model):
     make_model(tmp_path)
     path = tmp_path / "model.safetensors"

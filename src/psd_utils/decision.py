@@ -112,9 +112,11 @@ def _against_damage(row: pd.Series) -> tuple[str, str]:
             "more than damage: a prior shift is part of it",
         )
     elif row["excess_high"] < 0:
-        compared, meaning = "less than after random damage", "less than damage, so no sign of a prior shift"
+        compared = "less than after random damage"
+        meaning = "less than damage, so no sign of a prior shift among the tokens of the set"
     else:
-        compared, meaning = "about as much as after random damage", "not told from damage, so no sign of a prior shift"
+        compared = "about as much as after random damage"
+        meaning = "not told from damage, so no sign of a prior shift among the tokens of the set"
     return f"bias and temperature give back {compared}", f"{start}: {meaning}."
 
 

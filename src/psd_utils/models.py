@@ -77,13 +77,19 @@ def load_causal_model(source: Source, device: Device) -> tuple[Any, LoadedModel]
 
 
 def _check_headers(label: str, folder: Path) -> None:
-    """Check that the headers of safetensors files are whole and describe the bytes that follow them."""
+    """Check that the headers of safetensors files are whole, describe the bytes that follow, and name real weights."""
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(str(path), framework="pt") as file:
-                file.keys()
+                dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise PsdError(f"{label}: {path.name} is damaged ({error}); fetch or save it again") from error
+        quantised = [name for name, dtype in dtypes.items() if name.endswith("weight") and dtype[0] in "IU"]
+        if quantised:
+            raise PsdError(
+                f"{label}: {quantised[0]} in {path.name} holds integers ({dtypes[quantised[0]]}), not the weights "
+                "themselves; quantised models are not scored: give the one they were made from"
+            )
 
 
 def _check_loading(label: str, model: Any, info: dict[str, Any]) -> None:

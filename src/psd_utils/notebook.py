@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import pandas as pd
 from IPython import get_ipython
 from IPython.core.pylabtools import select_figure_formats
 
@@ -150,3 +151,5 @@ def start(level: int = logging.INFO) -> None:
     if shell is not None:
         # figures are made without pyplot, so nothing else tells IPython how to show one
         select_figure_formats(shell, {"png"}, dpi=110)
+        # reasons are sentences, and a table must not cut them
+        pd.set_option("display.max_colwidth", None)
