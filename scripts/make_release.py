@@ -7,6 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
+from psd_utils.errors import PsdError
 from psd_utils.paths import project_root, results_dir
 from psd_utils.release import write_release
 from psd_utils.version import __version__
@@ -22,4 +23,7 @@ def main(results: str = "", archive: str = "") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except PsdError as error:
+        raise SystemExit(f"error: {error}") from error

@@ -103,10 +103,15 @@ def end_leftovers(mark: str, profile: str | None) -> None:
         subprocess.run(["bash", str(script), mark], check=True)
 
 
+def _short(number: float) -> str:
+    """Return a number with its digits grouped, to three places where it is small."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
 def show_plan(plan: Mapping[str, Any], table: pd.DataFrame, machine: str) -> None:
     """Print what each pair is expected to cost."""
     print(f"Expected on {machine} (assumed throughput; see docs/sweep.md):")
-    print(table.to_string(index=False, float_format=lambda x: f"{x:,.3g}", na_rep="unknown"))
+    print(table.to_string(index=False, float_format=_short, na_rep="unknown"))
     gpus, memory, minutes = (
         max(j["resources"][k] for j in plan["jobs"].values()) for k in ("gpu", "mem_mb", "runtime")
     )
