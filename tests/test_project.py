@@ -16,7 +16,7 @@ ORDER = """
     errors version paths files correction pairs corpus kernels objectives capture devices sources output_layer
     models checkpoint_members storage batching score head fit selection recovery losses token_table loss_profile
     controls parts worlds known_answers ladder_problem ladder refitted_head fit_records settings
-    study sensitivity control_steps pair_controls export release limits drawing decision
+    study sensitivity control_steps pair_controls export release limits cells drawing decision
     study_figures overview_figures profile_figures figures control_figures report
     control_report pictures html_report notebook calibration surface subsample smaller_set readings exploration
     explorer_figures document_view live_plots widgets distributed plan sweep progress

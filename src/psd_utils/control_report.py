@@ -5,11 +5,11 @@ from typing import Any
 
 import pandas as pd
 
+from .cells import number, with_interval, with_spread
 from .control_figures import control_label
 from .decision import best_rung, share_beside_damage
 from .drawing import correction_label, rung_label
 from .pair_controls import PairControls
-from .report import _number, _with_interval
 from .worlds import WORLDS
 
 _QUANTITIES = {
@@ -48,13 +48,10 @@ def damage_table(table: pd.DataFrame) -> pd.DataFrame:
         {
             "correction": rows["correction"].map(correction_label),
             "damage": rows["control"].map(control_label),
-            "symmetric share": _with_interval(rows, "symmetric_share", "symmetric_low", "symmetric_high", 3),
-            "damage share": [
-                _number(share, 3) + (f" ± {sd:.3f}" if pd.notna(sd) else "")
-                for share, sd in zip(rows["damage_share"], rows["damage_sd"], strict=True)
-            ],
+            "symmetric share": with_interval(rows, "symmetric_share", "symmetric_low", "symmetric_high", 3),
+            "damage share": with_spread(rows["damage_share"], rows["damage_sd"], 3),
             "seeds": rows["n_damage_seeds"],
-            "excess share": _with_interval(rows, "excess_share", "excess_low", "excess_high", 3),
+            "excess share": with_interval(rows, "excess_share", "excess_low", "excess_high", 3),
         }
     )
     return shown.set_index(["correction", "damage"]).sort_index(level=0, sort_remaining=False)
@@ -68,8 +65,8 @@ def ladder_table(table: pd.DataFrame) -> pd.DataFrame:
         "parameters": rows["parameters"].astype("Int64"),
         "gain base": rows["gain_base"].round(4),
         "gain derived": rows["gain_derived"].round(4),
-        "symmetric share": _with_interval(rows, "symmetric_share", "symmetric_low", "symmetric_high", 3),
-        "damage share": [_number(v, 3) for v in rows["damage_share"]],
+        "symmetric share": with_interval(rows, "symmetric_share", "symmetric_low", "symmetric_high", 3),
+        "damage share": [number(v, 3) for v in rows["damage_share"]],
         "convex": rows["convex"],
         "end (derived)": rows["status_derived"],
         "gradient norm (derived)": [f"{v:.1e}" for v in rows["gradient_norm_derived"]],
@@ -87,10 +84,10 @@ def sensitivity_table(table: pd.DataFrame, analysis: str = "sensitivity") -> pd.
             "setting": rows["setting"],
             "correction": rows["correction"].map(correction_label),
             "gap": rows["gap"].round(4),
-            "raw share": _with_interval(rows, "raw_share", "raw_low", "raw_high", 3),
-            "symmetric share": _with_interval(rows, "symmetric_share", "symmetric_low", "symmetric_high", 3),
-            "damage share": [_number(v, 3) for v in rows["damage_share"]],
-            "excess share": _with_interval(rows, "excess_share", "excess_low", "excess_high", 3),
+            "raw share": with_interval(rows, "raw_share", "raw_low", "raw_high", 3),
+            "symmetric share": with_interval(rows, "symmetric_share", "symmetric_low", "symmetric_high", 3),
+            "damage share": [number(v, 3) for v in rows["damage_share"]],
+            "excess share": with_interval(rows, "excess_share", "excess_low", "excess_high", 3),
             "reason": rows["reason"].astype("string").fillna(""),
         }
     )

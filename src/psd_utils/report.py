@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from .capture import Capture
+from .cells import number, with_interval, with_spread
 from .decision import decide
 from .drawing import correction_label, rung_label
 from .errors import PsdError
@@ -93,14 +94,11 @@ def share_table(recovery: pd.DataFrame) -> pd.DataFrame:
         {
             "pair": rows["pair"],
             "correction": rows["correction"].map(correction_label),
-            "gap": _with_interval(rows, "gap", "gap_low", "gap_high", 4),
-            "raw share": _with_interval(rows, "raw_share", "raw_low", "raw_high", 3),
-            "symmetric share": _with_interval(rows, "symmetric_share", "symmetric_low", "symmetric_high", 3),
-            "damage share": [
-                _number(share, 3) + (f" ± {sd:.3f}" if pd.notna(sd) else "")
-                for share, sd in zip(rows["damage_share"], rows["damage_sd"], strict=True)
-            ],
-            "excess share": _with_interval(rows, "excess_share", "excess_low", "excess_high", 3),
+            "gap": with_interval(rows, "gap", "gap_low", "gap_high", 4),
+            "raw share": with_interval(rows, "raw_share", "raw_low", "raw_high", 3),
+            "symmetric share": with_interval(rows, "symmetric_share", "symmetric_low", "symmetric_high", 3),
+            "damage share": with_spread(rows["damage_share"], rows["damage_sd"], 3),
+            "excess share": with_interval(rows, "excess_share", "excess_low", "excess_high", 3),
             "reason": rows["reason"].astype("string").fillna(""),
         }
     )
@@ -192,13 +190,13 @@ def ladders_table(ladder: pd.DataFrame) -> pd.DataFrame:
     A row per rung and a column per pair. `ladder` holds the ladder's rows of controls.parquet of any pairs.
     """
     rows = ladder[ladder["correction"] != "none"]
-    own = _with_interval(rows, "symmetric_share", "symmetric_low", "symmetric_high", 3)
+    own = with_interval(rows, "symmetric_share", "symmetric_low", "symmetric_high", 3)
     shown = pd.DataFrame(
         {
             "rung": rows["correction"].map(rung_label),
             "pair": rows["pair"],
             "share": [
-                f"{share}; damage {_number(damage, 3)}" for share, damage in zip(own, rows["damage_share"], strict=True)
+                f"{share}; damage {number(damage, 3)}" for share, damage in zip(own, rows["damage_share"], strict=True)
             ],
         }
     )
@@ -239,15 +237,3 @@ def figures_folder(out_dir: str | None) -> Path:
     folder = (Path(out_dir).expanduser().resolve() if out_dir else results_dir()) / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _with_interval(rows: pd.DataFrame, value: str, low: str, high: str, digits: int) -> list[str]:
-    return [
-        _number(v, digits)
-        + (f" [{a:.{digits}f}, {b:.{digits}f}]" if pd.notna(a) and pd.notna(b) and pd.notna(v) else "")
-        for v, a, b in zip(rows[value], rows[low], rows[high], strict=True)
-    ]
-
-
-def _number(value: float, digits: int) -> str:
-    return "–" if pd.isna(value) else f"{value:.{digits}f}"
