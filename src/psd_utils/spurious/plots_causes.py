@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from psd_utils.spurious.acceptance import FAILS, HOLDS, NOT_RUN, Findings, Row
@@ -249,7 +250,7 @@ def _facts(n: object) -> str:
     return f"{n} fact" if str(n) == "1" else f"{n} facts"
 
 
-def _bars(axes, x, mean, sd, color: int, label: str) -> None:  # type: ignore[no-untyped-def]
+def _bars(axes: Axes, x: np.ndarray, mean: pd.Series, sd: pd.Series, color: int, label: str) -> None:
     hatch = "" if color == 0 else "//"
     axes.bar(x, mean, width=0.36, color=PALETTE[color], label=label, hatch=hatch, alpha=0.9)
     axes.errorbar(x, mean, yerr=np.nan_to_num(sd), fmt="none", color="black", linewidth=1, capsize=2)

@@ -274,8 +274,9 @@ def _svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     flat = matrix.detach().reshape(-1, *matrix.shape[-2:]).cpu().double().numpy()
     parts = [scipy.linalg.svd(m, full_matrices=False, lapack_driver="gesvd") for m in flat]
     stacked = (np.stack([part[i] for part in parts]) for i in range(3))
-    left, values, right_t = (torch.from_numpy(a).to(matrix) for a in stacked)
-    return tuple(t.reshape(*lead, *t.shape[1:]) for t in (left, values, right_t))  # type: ignore[return-value]
+    like = (torch.from_numpy(array).to(matrix) for array in stacked)
+    left, values, right_t = (t.reshape(*lead, *t.shape[1:]) for t in like)
+    return left, values, right_t
 
 
 def _checked(name: str, tensor: Tensor) -> Tensor:
